@@ -24,7 +24,7 @@ from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.flow import RankPlan
-from elastic_ckpt.load.metadata import read_my_share
+from elastic_ckpt.load.metadata import in_turn, read_my_share
 from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import RankWork, ReadStats
@@ -68,7 +68,7 @@ def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
         distributed.all_gather("read the configuration", lambda: bytes(32))
         distributed.broadcast("look for a checkpoint", lambda: found)
         distributed.all_gather("describe the live engine", lambda: None)
-        assert len(read_my_share(len(files), lambda position: files[position])) == len(files)
+        assert len(read_my_share(in_turn(len(files)), lambda position: files[position])) == len(files)
         distributed.all_gather("fit the checkpoint's files together", lambda: (0, None))
         plan = RankPlan(0, digest, (), planned.may_differ, planned.notes, runs_code=True)
         distributed.all_gather("plan the load", lambda: plan)

@@ -34,7 +34,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.load.metadata import read_checkpoint, read_my_share
+from elastic_ckpt.load.metadata import in_turn, read_checkpoint, read_my_share
 from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert
@@ -112,7 +112,7 @@ def measure_model(name: str, live: Topology, job_ranks: int) -> ScalePoint:
 
     def read() -> CheckpointMetadata:
         return assemble(
-            found, mp_ranks, read_my_share(len(files), lambda at: files[at]), MetadataOptions(), name_states
+            found, mp_ranks, read_my_share(in_turn(len(files)), lambda at: files[at]), MetadataOptions(), name_states
         ).metadata
 
     config = ElasticConfig.model_validate({"tp_preset": model.preset} if model.preset else {})

@@ -4,6 +4,9 @@ Every rank of the job calls them in the same order, on the default process group
 they are local. A rank's failure travels in place of its result, so that all ranks raise the same error. The work must
 contain no collective: a rank that fails before it would leave the others waiting. Where that cannot be, as in
 DeepSpeed's own collectives, and where a rank dies, :func:`together` ends the waits of the others.
+
+Work that meets a file of another node is interrupted (:class:`Lacking`): in place of its result travels what it lacks,
+which the ranks exchange (:func:`supply_by`) before it runs again, from its beginning.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from datetime import timedelta
 from itertools import accumulate, count
 from typing import Any, TypeVar
 
+from elastic_ckpt.core.lacking import Lacking, Wanted
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, UnforeseenError
 
@@ -49,6 +53,8 @@ _loads = count(1)
 #: load: a rank may be past a broadcast in which another has failed, and must still find it.
 _key = "elastic_ckpt/failure/0"
 _loading = threading.RLock()
+#: What brings ranks what they lack, in the load that runs: given that by rank, it is called by every rank.
+_supply: Callable[[dict[int, Wanted]], None] | None = None
 _is_alone = ContextVar("_is_alone", default=False)
 
 
@@ -56,6 +62,15 @@ def begin_load() -> None:
     """Leave behind what ranks posted in earlier loads: torchrun's store outlives a group. Called by every rank."""
     global _key  # noqa: PLW0603
     _key = f"elastic_ckpt/failure/{next(_loads)}"
+
+
+def supply_by(exchange: Callable[[dict[int, Wanted]], None] | None) -> None:
+    """What brings ranks what their work lacks from now on; ``None``: nothing does. Called by every rank.
+
+    ``exchange`` is collective, and gets what is lacking by rank.
+    """
+    global _supply  # noqa: PLW0603
+    _supply = exchange
 
 
 @contextmanager
@@ -117,21 +132,50 @@ def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
 
 
 def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
-    """The results of all ranks, or of one. A message is a pickled (error, result); its length travels with its head."""
+    """The results of all ranks, or of one. A message is a pickled (error, what is lacking, result)."""
     if world_size() == 1:
         with agree(doing):
             return [work()]
-    message = b""
-    inline = inline_nbytes(world_size())
+    senders = range(world_size()) if src is None else [src]
+    results: dict[int, T] = {}
     cause = None
-    if src in (None, rank()):
-        try:
-            message = pickle.dumps((None, work()))
-        except CommunicationError as error:
-            raise _post(doing, error) from error
-        except Exception as error:
-            failure, cause = _failure(doing, error, rank())
-            message = pickle.dumps((failure, None))
+    while len(results) < len(senders):
+        message = b""
+        if rank() in senders and rank() not in results:
+            message, cause = _message_of(doing, work)
+        lacking: dict[int, Wanted] = {}
+        for sender, received in zip(senders, _exchange_messages(doing, message, src), strict=True):
+            if sender in results:
+                continue
+            failed, wanted, result = pickle.loads(received)  # ignores the padding after its STOP
+            if failed is not None:
+                raise failed from cause
+            if wanted is None:
+                results[sender] = result
+            else:
+                lacking[sender] = wanted
+        if lacking:
+            assert _supply is not None, lacking
+            _supply(lacking)
+    return [results[sender] for sender in senders]
+
+
+def _message_of(doing: str, work: Callable[[], T]) -> tuple[bytes, BaseException | None]:
+    """What a rank tells the others of its work, and the cause of its failure, if any. Local."""
+    try:
+        return pickle.dumps((None, None, work())), None
+    except Lacking as lacking:
+        return pickle.dumps((None, lacking.wanted, None)), None
+    except CommunicationError as error:
+        raise _post(doing, error) from error
+    except Exception as error:
+        failure, cause = _failure(doing, error, rank())
+        return pickle.dumps((failure, None, None)), cause
+
+
+def _exchange_messages(doing: str, message: bytes, src: int | None) -> list[bytes]:
+    """The messages of all ranks, or of one. A message's length travels with its head."""
+    inline = inline_nbytes(world_size())
     head = len(message).to_bytes(LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
     tail = message[inline:]
     with together(doing):
@@ -144,13 +188,7 @@ def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
                 sender = number if src is None else src
                 (more,) = _exchange_bytes(tail[common:] if rank() == sender else bytes(count - common), sender)
                 tails[number] += more
-    results = []
-    for head, tail in zip(heads, tails, strict=True):
-        failed, result = pickle.loads(head[LENGTH_NBYTES:] + tail)  # ignores the padding after its STOP
-        if failed is not None:
-            raise failed from cause
-        results.append(result)
-    return results
+    return [head[LENGTH_NBYTES:] + tail for head, tail in zip(heads, tails, strict=True)]
 
 
 @contextmanager
@@ -161,9 +199,13 @@ def agree(doing: str) -> Iterator[None]:
     try:
         yield
     except CommunicationError as error:  # a rank that does not answer would not agree, either
+        if world_size() == 1:
+            raise
         raise _post(doing, error) from error
     except Exception as error:  # any failure must reach all ranks, or they hang
         mine, cause = _failure(doing, error, rank())
+    except Lacking as lacking:  # a body cannot run again
+        mine, cause = _failure(doing, RuntimeError(f"{lacking.wanted} is missing on this rank"), rank())
     errors = [mine]
     if world_size() > 1:
         with together(doing):
@@ -292,7 +334,7 @@ def common_nbytes(nbytes: Sequence[int]) -> int:
 def _any(flag: bool) -> bool:
     import torch  # noqa: PLC0415
 
-    flags = torch.tensor([flag], dtype=torch.int32, device=_collective_device())
+    flags = torch.tensor([flag], dtype=torch.int32, device=collective_device())
     wait(torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, async_op=True))
     return bool(flags.item())
 
@@ -301,7 +343,7 @@ def _exchange_bytes(mine: bytes, src: int | None) -> list[bytes]:
     """The bytes of all ranks, or of rank ``src`` alone; all pass as many."""
     import torch  # noqa: PLC0415
 
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(collective_device())
     received = [sent] if src is not None else [torch.empty_like(sent) for _ in range(world_size())]
     if src is None:
         wait(torch.distributed.all_gather(received, sent, async_op=True))
@@ -310,7 +352,8 @@ def _exchange_bytes(mine: bytes, src: int | None) -> list[bytes]:
     return [bytes(each.cpu().numpy()) for each in received]
 
 
-def _collective_device() -> Any:
+def collective_device() -> Any:
+    """Where the default process group wants its tensors: host memory, or the current accelerator's. Local."""
     import torch  # noqa: PLC0415
 
     kinds = (kind for kind, _ in _BACKENDS if hasattr(torch, kind) and can_broadcast(kind, None))

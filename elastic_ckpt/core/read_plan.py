@@ -184,6 +184,10 @@ class ReadPlan:
         return parts
 
 
+#: A plan, or a part of one, and a live tensor for each of its targets. Each is read before the next is asked for.
+Part = tuple[ReadPlan, Sequence[Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
     """Replicas that should be equal: of a whole tensor, or of a range of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from elastic_ckpt.core.local_state import (
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.quantized_weights import described_weights
-from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, TargetTensor
+from elastic_ckpt.core.read_plan import LoadPlan, Part, ReadPlan, TargetTensor
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.distributed import can_broadcast
@@ -38,8 +38,6 @@ from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_n
 from elastic_ckpt.engines.quantization import loaded_by_modules, quantization_entries
 from elastic_ckpt.errors import UnsupportedError
 
-#: Executes (part of) a plan: reads into one tensor per target.
-ReadPart = Callable[[ReadPlan, Sequence[torch.Tensor]], None]
 Params = Sequence[Sequence[torch.nn.Parameter]]
 
 
@@ -208,15 +206,16 @@ class EngineAdapter(ABC):
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
         return tuple(part.name for param in params for part in self._parts[param])
 
-    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
-        """Read every target of the plan into live memory, allocated where the engine has none yet. Local.
+    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Iterator[Part]:
+        """Yield parts of the plan, each with live memory for all of its targets, allocated where the engine has none.
 
-        ``read`` is called with the reads and a tensor for each target; once per flat partition, if the engine's memory
-        is not all there at a time. Returns the tensors of targets that are still in memory, by number.
+        Whoever asks for the next part has read the one before into its tensors. It is one part, or one per flat
+        partition if the engine's memory is not all there at a time. Adds to ``tensors``, by number, those of targets
+        that stay in memory. Local.
         """
-        tensors = self.memory(plan.reads)
-        read(plan.reads, tensors)
-        return dict(enumerate(tensors))
+        memory = self.memory(plan.reads)
+        tensors.update(enumerate(memory))
+        yield plan.reads, memory
 
     def memory(self, plan: ReadPlan) -> list[torch.Tensor]:
         """A tensor for every target; allocates new optimizer states, and fills gaps in states with their zero."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from elastic_ckpt.core.flat_ranges import Placement
-from elastic_ckpt.core.read_plan import LoadPlan
-from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart
+from elastic_ckpt.core.read_plan import LoadPlan, Part
+from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.optimizers import StateSchema
 from elastic_ckpt.engines.zero import refuse_unwritable
 from elastic_ckpt.errors import UnsupportedError
@@ -59,12 +59,12 @@ class ModuleAdapter(EngineAdapter):
     def placements(self, flat: int) -> Iterable[Placement]:
         return ()
 
-    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Iterator[Part]:
         """Partitions what is gathered first, which would otherwise keep its old values."""
         gathered = [param for param in self._partitioned if param.ds_status == ZeroParamStatus.AVAILABLE]
         if gathered:
             gathered[0].partition(gathered, has_been_updated=False)
-        return super().fill(plan, read)
+        return super().fill(plan, tensors)
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         for param in self._partitioned:  # hpZ's, from which the next forward pass would gather

@@ -23,11 +23,11 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.chunks import group_rules, placements
 from elastic_ckpt.core.flat_ranges import Placement
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, Part
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines import compat
-from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart, partitions_of
+from elastic_ckpt.engines.adapter import EngineAdapter, partitions_of
 from elastic_ckpt.engines.kept_apart import give_momenta, refuse_kept_apart
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, schema_of
 from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
@@ -186,19 +186,21 @@ class Zero3Adapter(EngineAdapter):
     def placements(self, flat: int) -> Iterable[Placement]:
         return partitions_of(self.members[flat])
 
-    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Iterator[Part]:
         """Partitions all parameters first: a gathered one would otherwise keep its old values.
 
         On NVMe, reads one sub-group after the other, and derives its weights while it is in memory.
         """
         self._offload.partition_all_parameters()
         if not self._swaps:
-            return super().fill(plan, read)
+            yield from super().fill(plan, tensors)
+            return
         parts = plan.reads.by_flat()
         wholes, part = parts.get(-1, ([], None))  # what belongs to no sub-group
-        tensors = [] if part is None else self.memory(part)
         if part is not None:
-            read(part, tensors)
+            memory = self.memory(part)
+            tensors.update(zip(wholes, memory, strict=True))
+            yield part, memory
         optimizer = self.optimizer
         for index, master in enumerate(self.masters):
             swapped = optimizer._swappable_optimizer_subgroup(index)
@@ -212,7 +214,7 @@ class Zero3Adapter(EngineAdapter):
                 optimizer._optimizer_states_and_gradient_swap_in(index, set())
             try:
                 _, part = parts[index]
-                read(part, self.memory(part))
+                yield part, self.memory(part)
                 if not plan.restores_states:  # as refresh_fp32_params does to masters in memory
                     master.data.copy_(master.data.to(optimizer.dtype))
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
@@ -220,7 +222,6 @@ class Zero3Adapter(EngineAdapter):
                 if swapped:
                     optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
                     master.grad = None  # a view of the swap buffer just returned
-        return dict(zip(wholes, tensors, strict=True))
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py); on NVMe it is done.

@@ -115,6 +115,7 @@ class FolderReading:
     """How to read a folder of which each rank reads a share."""
 
     count: int  # of things to read
+    path: Callable[[int], str]  # of the file that is read at a position below ``count``, or of one of several
     #: Reduces what is at a position below ``count`` to something small, or returns the error that ``fit`` may raise.
     read: Callable[[int, OpenFile], Any]
     #: Puts together what all ranks have read, in order, given the files that this rank has opened, by path, and what

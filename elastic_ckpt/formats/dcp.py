@@ -98,7 +98,7 @@ def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> 
         builder = _Builder(found, contents, entries, files, options, common or CommonState())
         return Fitted(builder.of_entries(), found.path(DCP_METADATA), builder.training_state())
 
-    return FolderReading(len(names), read, fit)
+    return FolderReading(len(names), lambda position: found.path(names[position]), read, fit)
 
 
 def _replicated_keys(entries: Entries, contents: DcpContents, options: StateOptions) -> frozenset[str]:

@@ -121,7 +121,7 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
         metadata = replace(files.metadata, notes=(*files.metadata.notes, *([note] if left else ())))
         return Fitted(metadata, own.path, None, paths.index(own.path), for_all, read_state)
 
-    return FolderReading(len(paths), read, fit)
+    return FolderReading(len(paths), paths.__getitem__, read, fit)
 
 
 def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelShard, bool]:

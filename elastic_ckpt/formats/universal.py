@@ -91,15 +91,21 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
     files = len(paths) + has_optimizer
     index_model = model_indexer()
 
+    def path(position: int) -> str:
+        if position >= files:
+            return found.path(os.path.join(UNIVERSAL_FOLDER, names[position - files], f"{MASTER}.pt"))
+        if position == len(paths):
+            return found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+        return paths[position]
+
     def read(position: int, open_one: OpenFile) -> Any:
         if position >= files:
             folder = found.path(os.path.join(UNIVERSAL_FOLDER, names[position - files]))
             listed = sorted(file for file in file_names(folder) if file.endswith(".pt"))
             return [index_state(open_one(f"{folder}/{file}"), options.states) for file in listed]
         if position == len(paths):
-            optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
-            return index_optimizer(open_one(optimizer_path), options.states)
-        return index_model(open_one(paths[position]))
+            return index_optimizer(open_one(path(position)), options.states)
+        return index_model(open_one(path(position)))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
         of_folder = dict(zip(names, items[files:], strict=True))
@@ -135,7 +141,7 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
 
         return Fitted(metadata, first.path, read_state=read_state)
 
-    return FolderReading(files + len(names), read, fit)
+    return FolderReading(files + len(names), path, read, fit)
 
 
 def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:

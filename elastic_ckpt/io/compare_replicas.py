@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
+from elastic_ckpt.core.read_plan import (
+    Part,
+    ReadItem,
+    ReadPlan,
+    ReplicaCheck,
+    RequantizeItem,
+    TargetTensor,
+    in_file_order,
+)
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import UNTIE, MismatchError, Remedy, keeps_first, listed
@@ -70,23 +78,44 @@ def find_drift(files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], op
 
     Raises :class:`DamagedError` if a file cannot be read.
     """
-    found = []
-    most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for decoding
-    options = replace(options, chunk_nbytes=min(options.chunk_nbytes, max(most_nbytes // options.threads, 1)))
+    found: list[Drift] = []
+    for plan, copies in comparisons(files, checks, options, found):
+        execute(plan, copies, options_of_comparisons(options))
+    return found
+
+
+def options_of_comparisons(options: ReadOptions) -> ReadOptions:
+    """How to read replicas: within half of the memory, of which the other half is for decoding."""
+    return replace(options, chunk_nbytes=min(options.chunk_nbytes, max(_most_nbytes(options) // options.threads, 1)))
+
+
+def _most_nbytes(options: ReadOptions) -> int:
+    return max(options.staging_nbytes // 2, _LEAST_NBYTES)
+
+
+def comparisons(
+    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions, found: list[Drift]
+) -> Iterator[Part]:
+    """Yield what is to be read of replicas, part by part, and add to ``found`` which differ. Local.
+
+    Whoever asks for the next part has read the one before.
+    """
+    most_nbytes = _most_nbytes(options)
     parts: list[ReplicaCheck] = []
     for check in checks:
         step = max(most_nbytes // max(len(check.replicas), 1) // ITEMSIZE[_dtype_of(check)], 1)
         parts += [check.part(start, min(start + step, check.numel)) for start in range(0, check.numel, step)]
     sizes = [len(part.replicas) * part.numel * ITEMSIZE[_dtype_of(part)] for part in parts]
     for at_once in in_buckets(parts, sizes, most_nbytes):
-        for part, copies in zip(at_once, _read(files, at_once, options), strict=True):
+        plan, values = _part_of(files, at_once)
+        yield plan, [*chain.from_iterable(values)]
+        for part, copies in zip(at_once, values, strict=True):
             if (apart := _apart(copies)) is not None:
                 largest, furthest = apart
                 paths = (files[item.file].path for at in (0, furthest) for item in part.replicas[at][:1])
                 names = tuple(dict.fromkeys(map(os.path.basename, paths)))
                 zero = [not copy.any() for copy in copies]
                 found.append(Drift(replace(part, replicas=()), len(copies), largest, names, zero[0], all(zero[1:])))
-    return found
 
 
 def _dtype_of(check: ReplicaCheck) -> str:
@@ -96,10 +125,10 @@ def _dtype_of(check: ReplicaCheck) -> str:
     return dtypes.pop() if len(dtypes) == 1 else _WIDEST
 
 
-def _read(
-    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions
-) -> list[list[torch.Tensor]]:
-    """The values of each replica of each check; decoded where :func:`_dtype_of` says so."""
+def _part_of(
+    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck]
+) -> tuple[ReadPlan, list[list[torch.Tensor]]]:
+    """What to read for each replica of each check, and where to; decoded where :func:`_dtype_of` says so."""
     targets: list[TargetTensor] = []
     found: list[list[torch.Tensor]] = []
     items: list[ReadItem] = []
@@ -117,9 +146,7 @@ def _read(
             targets.append(TargetTensor("", 0, "", numel, dtype))
             is_full = sum(item.numel for item in replica) >= numel
             found[-1].append((torch.empty if is_full else torch.zeros)(numel, dtype=getattr(torch, dtype)))
-    plan = ReadPlan(files, tuple(targets), in_file_order(items), tuple(requantize))
-    execute(plan, list(chain.from_iterable(found)), options)
-    return found
+    return ReadPlan(files, tuple(targets), in_file_order(items), tuple(requantize)), found
 
 
 def _apart(copies: Sequence[torch.Tensor]) -> tuple[float, int] | None:

@@ -40,7 +40,7 @@ from elastic_ckpt.io.coalesce import (
 )
 from elastic_ckpt.io.staging import Prefault, StagingBuffers, refuse_odd_scales, requantize, use_devices
 from elastic_ckpt.report import ReadStats, progress_bar
-from elastic_ckpt.storage import Ranges, inherited, open_ranges, open_stream, size_of
+from elastic_ckpt.storage import Ranges, holder_of, inherited, open_ranges, open_stream, size_of
 from elastic_ckpt.storage.local import first_bytes
 
 #: Keys of the scales of 8-bit blocks.
@@ -119,23 +119,23 @@ def execute(
         for done in run(reader.requantize, parts):
             stats += done
             bar.update(done.nbytes)
-    _check_copied_scales(plan, tensors)
+    check_copied_scales(plan, tensors)
     return stats
 
 
-def _check_copied_scales(plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
+def check_copied_scales(plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
     """Judge the scales of 8-bit blocks that were copied as those of which values were made are judged."""
     targets = {number for number, target in enumerate(plan.targets) if target.flat >= 0 and target.key in _SCALES}
     for item in plan.items if targets else ():
         if item.target in targets:
-            with _named(plan, item.target, [item]):
+            with naming_values(plan, item.target, [item]):
                 for row in map(item.row, range(item.rows)):
                     scales = tensors[item.target].view(-1)[row.target_offset : row.target_stop]
                     refuse_odd_scales(scales, row.byte_offset)
 
 
 @contextmanager
-def _named(plan: ReadPlan, number: int, sources: Sequence[ReadItem]) -> Iterator[None]:
+def naming_values(plan: ReadPlan, number: int, sources: Sequence[ReadItem]) -> Iterator[None]:
     """Names state and file in an error about values, which carry neither."""
     try:
         yield
@@ -185,7 +185,7 @@ class _Reader:
         return ReadStats(batch.read_nbytes, batch.calls, sum(item.nbytes for item, _ in batch.parts))
 
     def requantize(self, item: RequantizeItem) -> ReadStats:
-        with _named(self._plan, item.target, item.sources):
+        with naming_values(self._plan, item.target, item.sources):
             return requantize(item, self._tensors, self._read_bytes)
 
     def _read_bytes(self, file: int, byte_offset: int, nbytes: int) -> bytearray:
@@ -238,9 +238,14 @@ class _Reader:
 
 
 def check_files(plan: ReadPlan) -> None:
-    """Raise :class:`DamagedError` for a file of the plan that is unreadable here or whose size changed. Local."""
+    """Raise :class:`DamagedError` for a file of the plan that is unreadable here or whose size changed. Local.
+
+    Those that other nodes have are looked at there.
+    """
     for file in sorted(plan.files_read):
         source = plan.files[file]
+        if holder_of(source.path) is not None:
+            continue
         try:
             with open_stream(source.path) as stream:  # not only stat: a visible file may not be readable
                 nbytes = size_of(stream)

@@ -18,7 +18,8 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.read_plan import NO_SHARE, LoadPlan, Outcome, ReadPlan, RestoredShare
+from elastic_ckpt.core.read_plan import NO_SHARE, LoadPlan, Outcome, RestoredShare
+from elastic_ckpt.core.resume_sheet import ResumeSheet
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
@@ -35,7 +36,8 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.same_save import steps_not_counted
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
-from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
+from elastic_ckpt.io.compare_replicas import Drift, comparisons, find_drift, judge_drift, options_of_comparisons
+from elastic_ckpt.io.exchanged_reads import check_elsewhere, exchange_parts
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers, with_other_schedulers
 from elastic_ckpt.load.extra_states import files_of, read_extra_states
@@ -43,7 +45,7 @@ from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.publishing import publish
-from elastic_ckpt.load.resume_sheet import compare_run
+from elastic_ckpt.load.resume_sheet import compare_run, sheet_to_compare
 from elastic_ckpt.load.scheduler_hook import check_client_schedulers, expect_schedulers
 from elastic_ckpt.load.trainer_hook import splits_batches
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
@@ -52,6 +54,7 @@ from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, unite
 from elastic_ckpt.storage import VIEW, medium_of
 from elastic_ckpt.storage.local import look_again, moved
 from elastic_ckpt.storage.media import UNKNOWN, Medium
+from elastic_ckpt.storage.view import FolderView
 
 logger = logger_of(__name__)
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
@@ -96,11 +99,13 @@ class RankPlan:
         """Check the files that a plan reads, and compare this rank's share of the replicas in them."""
         check_files(plan.reads)
         medium = medium_of(folder, config.reading.storage)
-        differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config, medium))
+        view = VIEW.get()
+        differences: Sequence[Drift] = ()
+        if view is None or not view.is_shared:
+            differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config, medium))
         look_again(reopen=False)
         shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
         digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
-        view = VIEW.get()
         notes = (*plan.notes, *(() if view is None else view.notes))
         extra = bool(plan.extra_states), files_of(plan.extra_states)
         return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium, plan.share, *extra)
@@ -122,6 +127,7 @@ class Prepared:
     warnings: tuple[str, ...]
     medium: Medium  # where the files are, for one rank at least
     runs_code: bool  # whether any rank loads the state of a scheduler; the others wait for it
+    sheet: ResumeSheet | None  # of the saved run, to compare this one with
     extra_states: Mapping[str, Any] | None  # what this rank's modules are given beside tensors; ``None``: no rank's are
 
 
@@ -146,6 +152,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
         checkpoint = read_checkpoint(found, options, local_state, config.rename)
     with timed("plan", seconds):
         planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, EarlyStates, tuple[str, ...]]] = []
+        sheets: list[ResumeSheet | None] = [None]
 
         def make_plan() -> RankPlan:
             warnings = _compare_runs(call, at.data_degree, checkpoint)
@@ -157,11 +164,13 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, scheduler=scheduler, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
+            if _compares_run(call):
+                sheets[:] = [sheet_to_compare(found.folder)]
             early = EarlyStates(engine, plan, engine.lr_scheduler if host.scheduler.is_restored else None)
-            planned.append((plan, host, early, warnings))
+            planned[:] = [(plan, host, early, warnings)]
             return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code or bool(early))
 
-        everybody, notes, medium = agree_on_plans(make_plan, config)
+        everybody, notes, medium = agree_on_plans(make_plan, lambda: planned[0][0], config)
         plan, host, early, warnings = planned[0]
         plan = replace(plan, notes=notes, share=sum((each.share for each in everybody), NO_SHARE))
         if plan.share.is_nothing(with_states):
@@ -173,18 +182,55 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             files = [each.files_of_extra_states for each in everybody]
             extra = read_extra_states(plan.extra_states, files, config.trust_pickle)
     return Prepared(
-        call, found, seconds, adapter, local_state, checkpoint, plan, host, early, warnings, medium, runs_code, extra
+        call,
+        found,
+        seconds,
+        adapter,
+        local_state,
+        checkpoint,
+        plan,
+        host,
+        early,
+        warnings,
+        medium,
+        runs_code,
+        sheets[0],
+        extra,
     )
 
 
 def agree_on_plans(
-    make_plan: Callable[[], RankPlan], config: ElasticConfig
+    make_plan: Callable[[], RankPlan], plan_made: Callable[[], LoadPlan], config: ElasticConfig
 ) -> tuple[list[RankPlan], tuple[str, ...], Medium]:
-    """The plans of all ranks, their notes, and where the files are: a network if any rank says so. Collective."""
+    """The plans of all ranks, their notes, and where the files are: a network if any rank says so. Collective.
+
+    ``plan_made``: the plan of this rank, once ``make_plan`` has returned what the others need to know of it.
+    """
     everybody = distributed.all_gather("plan the load", make_plan)
     _refuse_different_shares(everybody)
+    if (view := VIEW.get()) is not None and view.is_shared:
+        everybody = _compared_elsewhere(view, everybody, plan_made(), config)
     with distributed.deterministic("judge copies of replicated parameters"):
         return everybody, _notes(everybody, config), max(each.medium for each in everybody)
+
+
+def _compares_run(call: LoadCall) -> bool:
+    """Whether this rank compares the saved run with this one, for the report."""
+    return call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
+
+
+def _compared_elsewhere(
+    view: FolderView, everybody: Sequence[RankPlan], plan: LoadPlan, config: ElasticConfig
+) -> list[RankPlan]:
+    """Look at the files of other nodes, and compare replicas in them, which takes collectives. Collective."""
+    doing = "compare copies of replicated parameters"
+    options = read_options(config, max(each.medium for each in everybody))
+    check_elsewhere(doing, view, plan.reads, options.staging_nbytes)
+    found: list[Drift] = []
+    parts = comparisons(plan.reads.files, plan.replica_checks, options, found)
+    exchange_parts(doing, view, parts, options_of_comparisons(options))
+    of_all = distributed.all_gather(doing, lambda: found)
+    return [replace(each, differences=drifts) for each, drifts in zip(everybody, of_all, strict=True)]
 
 
 def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -253,12 +299,11 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     compat.record_counts(call.engine)
     restored = [call.engine.lr_scheduler] if ready.host.scheduler.is_restored else []
     expect_schedulers(call.engine, ready.plan, restored, ready.checkpoint.training_state.lr_scheduler)
-    compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
     same = ""
     other: tuple[str, ...] = ()
-    if compares_run:
+    if _compares_run(call):
         plan = ready.plan
-        same, other = compare_run(call.engine, ready.found.folder, plan.replaces_live_values, plan.member_groups)
+        same, other = compare_run(call.engine, ready.sheet, plan.replaces_live_values, plan.member_groups)
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,
@@ -332,21 +377,26 @@ def overwrite(
     Returns what this rank read, the bytes that it received, and sums of what it read unless nothing is verified.
     """
     options = replace(options, progress=None if config.report and distributed.rank() == 0 else False)
-    parts: list[ReadStats] = []
     sums = ReadSums(plan.reads.files) if config.verify != "off" else None
 
-    def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
-        parts.append(execute(part, tensors, options, sums))
-
-    with timed("read", seconds), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
-        tensors = adapter.fill(plan, read)
-        look_again()
-        adapter.set_scalars_and_groups(plan)
+    doing = "read the checkpoint's tensors and set hyperparameters"
+    tensors: dict[int, torch.Tensor] = {}
+    parts = adapter.fill(plan, tensors)
+    read = ReadStats()
+    view = VIEW.get()
+    with timed("read", seconds):
+        if view is not None and view.is_shared:
+            read = exchange_parts(doing, view, parts, options, sums)
+        with distributed.agree(doing):
+            for part, memory in parts:  # none, if they were exchanged
+                read += execute(part, memory, options, sums)
+            look_again()
+            adapter.set_scalars_and_groups(plan)
     with timed("exchange", seconds), distributed.together("broadcast what every rank needs"):
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with timed("commit", seconds), distributed.together("derive the weights from their masters"):
         adapter.refresh_weights(plan, exact_masters)
-    return sum(parts, ReadStats()), received_nbytes, sums
+    return read, received_nbytes, sums
 
 
 def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:

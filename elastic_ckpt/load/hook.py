@@ -201,10 +201,11 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
             if own_files and not call.config.trust_pickle:
                 check_objects(here, own_files)
         if own_files and (view := VIEW.get()) is not None:
-            with distributed.agree("compare the copies of the checkpoint's files"):
-                below = (path for path, _ in view.walk(found.folder) if os.path.dirname(path) != found.folder)
-                paths = sorted({*map(found.path, found.files.names), *below})  # not what users put beside them
-                view.compare_copies(paths[distributed.rank() :: distributed.world_size()])
+            below = (path for path, _ in view.walk(found.folder) if os.path.dirname(path) != found.folder)
+            paths = sorted({*map(found.path, found.files.names), *below})  # not what users put beside them
+            mine = paths[distributed.rank() :: distributed.world_size()]
+            compare = functools.partial(view.compare_copies, mine)
+            distributed.all_gather("compare the copies of the checkpoint's files", compare)
             refuse_other_saves(call, found)
     if not own_files:
         try:

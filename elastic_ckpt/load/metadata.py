@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from operator import is_
 from typing import Any, TypeVar
@@ -18,12 +19,13 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
 from elastic_ckpt.planning.stage_names import StateNames
+from elastic_ckpt.storage import readers_of
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"
@@ -50,11 +52,11 @@ def read_checkpoint(
             item.rank = distributed.rank()
         return item
 
-    records = read_my_share(reading.count, read)
+    owners = [owner_of(position, reading.path(position)) for position in range(reading.count)]
+    records = read_my_share(owners, read)
     names = StateNames(live, rename, options.with_states)
-    fitted, state = fit_together(lambda: reading.fit(records, opened, names))
-    mine = sum(_opens(position) for position in range(reading.count))
-    return Checkpoint(fitted.metadata, state, fitted.model_path, len(opened) or mine)
+    fitted, state = fit_together(lambda: reading.fit(records, opened, names), owners)
+    return Checkpoint(fitted.metadata, state, fitted.model_path, len(opened) or owners.count(distributed.rank()))
 
 
 def file_opener(options: MetadataOptions, opened: dict[str, PickledFile]) -> OpenFile:
@@ -72,13 +74,24 @@ def file_opener(options: MetadataOptions, opened: dict[str, PickledFile]) -> Ope
     return open_one
 
 
-def _opens(position: int) -> bool:
-    """Whether this rank opens the file at ``position`` in the list of all."""
-    return position % distributed.world_size() == distributed.rank()
+def in_turn(count: int) -> list[int]:
+    """The owners of so many files that all ranks see."""
+    return [position % distributed.world_size() for position in range(count)]
 
 
-def fit_together(fit: Callable[[], Fitted]) -> tuple[Fitted, TrainingState]:
-    """What ``fit`` returns, and the training state that this rank wants, whichever rank has read it. Collective."""
+def owner_of(position: int, path: str) -> int:
+    """The rank that opens the file at a position in the list of all: one that sees it. The same on all ranks."""
+    readers: Sequence[int] | None = None
+    with suppress(DamagedError):  # of a file that is missing, or in two versions, which its owner will find, too
+        readers = readers_of(path)
+    return position % distributed.world_size() if readers is None else readers[position % len(readers)]
+
+
+def fit_together(fit: Callable[[], Fitted], owners: Sequence[int]) -> tuple[Fitted, TrainingState]:
+    """What ``fit`` returns, and the training state that this rank wants, whichever rank has read it. Collective.
+
+    ``owners``: the rank that opened the file at each position.
+    """
     fitted_here: list[Fitted] = []
 
     @cache
@@ -86,42 +99,48 @@ def fit_together(fit: Callable[[], Fitted]) -> tuple[Fitted, TrainingState]:
         assert fitted_here[0].read_state is not None
         return fitted_here[0].read_state(position)
 
+    def is_mine(position: int) -> bool:
+        return owners[position] == distributed.rank()
+
     def fit_mine() -> tuple[int, bytes | None]:
         """The position that this rank wants the state of; and that state, if it is read here and all want it."""
-        fitted_here.append(fitted := fit())
-        own = state_at(fitted.position) if fitted.state is None and _opens(fitted.position) else None
+        fitted_here[:] = [fit()]
+        fitted = fitted_here[0]
+        own = state_at(fitted.position) if fitted.state is None and is_mine(fitted.position) else None
         sends = own is not None and fitted.for_all and distributed.world_size() > 1
         return fitted.position, distributed.pack(own) if sends else None
 
     everybody = distributed.all_gather("fit the checkpoint's files together", fit_mine)
     fitted = fitted_here[0]
-    ranks = distributed.world_size()
     if fitted.state is not None:
         return fitted, fitted.state
     sent = {position: state for position, state in everybody if state is not None}
     # the same on all ranks: what is wanted elsewhere than where it was read
-    lacking = {position for rank, (position, _) in enumerate(everybody) if position % ranks != rank} - sent.keys()
+    lacking = {position for rank, (position, _) in enumerate(everybody) if owners[position] != rank} - sent.keys()
     if lacking:
 
         def send() -> dict[int, bytes]:
-            return {at: distributed.pack(state_at(at)) for at in sorted(lacking) if _opens(at)}
+            return {at: distributed.pack(state_at(at)) for at in sorted(lacking) if is_mine(at)}
 
         for part in distributed.all_gather("read counters, scheduler and client state", send):
             sent |= part
     own = fitted.position
-    return fitted, state_at(own) if _opens(own) else distributed.unpack(sent[own])
+    return fitted, state_at(own) if is_mine(own) else distributed.unpack(sent[own])
 
 
-def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
-    """Run ``read`` for each position below ``count``, each on one rank, and return all results. Collective."""
+def read_my_share(owners: Sequence[int], read: Callable[[int], T]) -> list[T]:
+    """Run ``read`` for each position, on the rank that is its owner, and return all results. Collective."""
+    positions = range(len(owners))
     if distributed.world_size() == 1:
-        return distributed.all_gather(_DOING, lambda: [read(each) for each in range(count)])[0]
+        return distributed.all_gather(_DOING, lambda: [read(each) for each in positions])[0]
     mine: dict[int, T] = {}
     commons: dict[bytes, Any] = {}
 
     def split_mine() -> dict[int, tuple[bytes, Any]]:
         """By position, the digest of what an item has in common with others, and the rest; or none, and the item."""
-        mine.update({each: read(each) for each in range(count) if _opens(each)})
+        for position in positions:
+            if owners[position] == distributed.rank() and position not in mine:  # where this work runs again
+                mine[position] = read(position)
         digests: dict[tuple[int, ...], bytes] = {}
         kept: list[Any] = []
         message: dict[int, tuple[bytes, Any]] = {}
@@ -157,7 +176,7 @@ def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
         for position, (digest, own) in message.items():
             if position not in mine:
                 mine[position] = join(commons[digest], own, same) if digest else own
-    return [mine[position] for position in range(count)]
+    return [mine[position] for position in positions]
 
 
 def split(item: T) -> tuple[T, list[Any]]:

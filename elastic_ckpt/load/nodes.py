@@ -1,44 +1,40 @@
 """What the nodes of a job have of a checkpoint's folder, and how its ranks see and read all of it.
 
 Where all nodes see the same names, as on a shared disk, nothing is sent but a digest of these, in the message in which
-rank 0 tells what it has found. Else the nodes exchange listings, and one process of each serves its files to the others
-until the load ends. Folders in object stores are listed by rank 0 alone, and read by each rank itself.
+rank 0 tells what it has found. Else the nodes exchange listings, and whoever sees a file reads it for those who do not,
+in collectives of the job's own process group, until the load ends. Folders in object stores are listed by rank 0 alone,
+and read by each rank itself.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import secrets
 import socket
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.lacking import Wanted
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, MOST_TAG_NBYTES, read_latest
+from elastic_ckpt.io.exchange import Piece, Ranks, exchange
+from elastic_ckpt.io.node_files import NodeFiles
 from elastic_ckpt.storage import VIEW, absolute, is_url, local
 from elastic_ckpt.storage.listing import file_names
-from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
 
 T = TypeVar("T")
-SECRET_NBYTES = 32
+#: Host memory for an exchange of what work lacks.
+_SUPPLIED_AT_ONCE_NBYTES = 16 << 20
 _DIGEST_NBYTES = 16
 #: Environment variables of launchers: the number of a process among those of its node.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-#: Those that say by which network interface a process group's ranks reach each other.
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-#: An address of documentation (RFC 5737): what a packet to it would leave by is the default route's interface.
-_ANYWHERE = ("192.0.2.1", 9)
 #: Equal on the ranks that see the same files: the machine, and the folders.
 Node = tuple[str, ...]
 
@@ -52,7 +48,6 @@ class _Look:
     tags: tuple[str, ...] = ()  # that are asked for, or its files name, and that it has
     found: Any = None
     error: ElasticCkptError | None = None
-    secret: bytes = b""
     root: str = ""
     has_replicas: bool = False
     stored: NodeListing | None = None  # what the folders in object stores have
@@ -76,10 +71,9 @@ class Nodes:
     with_sizes: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     view: FolderView | None = None
-    pins: dict[str, local.Version] = field(default_factory=dict)  # of the files that are served
+    pins: dict[str, local.Version] = field(default_factory=dict)  # of the files that this process reads
     notes: list[str] = field(default_factory=list)
     _choices: dict[str, int] = field(default_factory=dict)
-    _open: list[FileServer | Peers] = field(default_factory=list)
     remotes: dict[int, RemoteFolder] = field(default_factory=dict)  # by place among the folders
 
     def look(self, doing: str, find: Callable[[], T]) -> T:
@@ -94,14 +88,13 @@ class Nodes:
             digest, tags = self._digest() if _local_rank() == 0 else (None, ())
             if distributed.rank():
                 return _Look(node, digest, tags, has_replicas=has_replicas)
-            secret = secrets.token_bytes(SECRET_NBYTES)
             root = absolute(self.folders[0])
             if self.remotes:
-                return _Look(node, digest, tags, None, None, secret, root, stored=self._stored(tags))
+                return _Look(node, digest, tags, None, None, root, stored=self._stored(tags))
             try:
-                return _Look(node, digest, tags, find(), None, secret, root, has_replicas)
+                return _Look(node, digest, tags, find(), None, root, has_replicas)
             except ElasticCkptError as error:
-                return _Look(node, digest, tags, None, error, secret, root, has_replicas)
+                return _Look(node, digest, tags, None, error, root, has_replicas)
 
         looks = distributed.all_gather(doing, mine)
         seen = {look.digest for look in looks if look.digest is not None}
@@ -162,40 +155,52 @@ class Nodes:
         return NodeListing(url, tuple(map(absolute, self._places)), tuple(map(tuple, entries)))
 
     def _see_all(self, looks: Sequence[_Look]) -> None:
-        """Exchange listings, serve the files of this node, and see all. Collective."""
-        nodes: dict[Node, int] = {}  # which rank lists
+        """Exchange listings, and see the files of all nodes. Collective."""
+        ranks: dict[Node, list[int]] = {}  # of which the first lists
         for rank, look in enumerate(looks):
-            nodes.setdefault(look.node, rank)
-        numbers = list(nodes)
+            ranks.setdefault(look.node, []).append(rank)
         mine = looks[distributed.rank()].node
-        secret = looks[0].secret
+        is_lister = ranks[mine][0] == distributed.rank()
         stored = looks[0].stored
         wanted = {tag for look in looks for tag in look.tags}
         tags = None if self.every_tag or not wanted else wanted
 
-        def serve() -> tuple[NodeListing, tuple[str, int]] | None:
-            if nodes[mine] != distributed.rank():
-                return None
-            listing = list_folders(words_of(mine), list(map(absolute, self._places)), tags)
-            if len(nodes) == 1:
-                return listing, ("", 0)
-            with local.pinned(self.pins):
-                server = FileServer(own_address(numbers), secret, listing.files)
-            self._open.append(server)
-            return listing, server.address
+        def list_mine() -> NodeListing | None:
+            return list_folders(words_of(mine), list(map(absolute, self._places)), tags) if is_lister else None
 
         if stored is not None and not self._local:
-            self._show(looks[0].root, [stored], -1, None)
+            self._show(looks[0].root, [stored], -1, ())
             return
-        served = [each for each in distributed.all_gather("tell which files each node has", serve) if each is not None]
-        listings, addresses = zip(*served, strict=True)
-        peers = Peers(secret, addresses) if len(nodes) > 1 else None
-        self._open += [] if peers is None else [peers]
-        listings = (*listings, *([] if stored is None else [stored]))
-        self._show(looks[0].root, listings, numbers.index(mine), peers)
+        doing = "tell which files each node has"
+        listings = [each for each in distributed.all_gather(doing, list_mine) if each is not None]
+        listings += [] if stored is None else [stored]
+        view = self._show(looks[0].root, listings, list(ranks).index(mine), list(ranks.values()))
+        if len(ranks) > 1:
+            for digests in distributed.all_gather(doing, lambda: view.digests_to_tell() if is_lister else {}):
+                view.digests |= digests
+            distributed.supply_by(self._supply)
 
-    def _show(self, root: str, listings: Sequence[NodeListing], mine: int, peers: Peers | None) -> None:
-        self.view = FolderView(root, listings, mine, peers, self._choices, self.remotes)
+    def _supply(self, lacking: Mapping[int, Wanted]) -> None:
+        """Bring ranks what their work lacks of other nodes' files. Collective."""
+        assert self.view is not None
+        doing = "exchange what nodes lack"
+        mine = lacking.get(distributed.rank())
+        raw = bytearray(0 if mine is None else mine.nbytes)
+        pieces = {} if mine is None else {mine.holder: [Piece(mine.file, mine.byte_offset, [memoryview(raw)])]}
+        ranks = Ranks()
+        with local.pinned(self.pins), closing(NodeFiles(self.view)) as files, distributed.together(doing):
+            errors = exchange(ranks, pieces, files, _SUPPLIED_AT_ONCE_NBYTES)
+            (failed,) = ranks.most_of([bool(errors)])
+        everybody = distributed.all_gather(doing, lambda: errors) if failed else []
+        if mine is not None:
+            mine_failed = [errors[distributed.rank()] for errors in everybody if distributed.rank() in errors]
+            self.view.pages.add(mine, mine_failed[0] if mine_failed else bytes(raw))
+
+    def _show(
+        self, root: str, listings: Sequence[NodeListing], mine: int, ranks: Sequence[Sequence[int]]
+    ) -> FolderView:
+        several = ranks if len(ranks) > 1 else ()
+        self.view = FolderView(root, listings, mine, several, distributed.rank(), self._choices, self.remotes)
         both = (each for listing in listings for each in zip(listing.folders, listing.entries, strict=True))
         full = {folder for folder, entries in both if entries}
         for fallback in map(absolute, self.folders[1:]):
@@ -203,6 +208,7 @@ class Nodes:
             if full.isdisjoint(with_replicas([fallback])) and note not in self.notes:
                 self.notes.append(note)
         VIEW.set(self.view)
+        return self.view
 
     def take_other_copies(self, file: str | None) -> str | None:
         """Have the next look take one copy of a damaged file for all ranks; in words, or ``None`` if none is left.
@@ -221,11 +227,10 @@ class Nodes:
         return self.notes[-1]
 
     def close(self) -> None:
-        """See again what this process sees alone, and serve nothing any more."""
+        """See again what this process sees alone."""
         VIEW.set(None)
+        distributed.supply_by(None)
         self.view = None
-        while self._open:
-            self._open.pop().close()
         self.pins.clear()
 
 
@@ -266,24 +271,3 @@ def identity_of(folders: Sequence[str]) -> Node:
 def words_of(node: Node) -> str:
     """This process's node, for people."""
     return f"{node[0].split()[0]} (rank {distributed.rank()})"
-
-
-def own_address(nodes: Sequence[Node]) -> str:
-    """The address by which other ranks reach this process. Local."""
-    for interface in filter(None, (os.environ.get(name, "").split(",")[0] for name in _INTERFACES)):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", interface.lstrip("=^").encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
-    address = _source_address((os.environ.get("MASTER_ADDR") or "localhost", _ANYWHERE[1]))
-    if address.startswith("127.") and len({node[0] for node in nodes}) > 1:  # of the rank on whose host the store is
-        with suppress(OSError):  # without a default route, ranks on other hosts say that they reach nothing here
-            return _source_address(_ANYWHERE)
-    return address
-
-
-def _source_address(target: tuple[str, int]) -> str:
-    """The local address of packets to a host; none is sent."""
-    ((family, _, _, _, place), *_) = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])

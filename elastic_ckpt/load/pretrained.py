@@ -170,7 +170,7 @@ class PretrainedLoad:
             planned.append((plan, weights))
             return flow.RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, own[0].path)
 
-        _, notes, medium = flow.agree_on_plans(make_plan, self.config)
+        _, notes, medium = flow.agree_on_plans(make_plan, lambda: planned[0][0], self.config)
         plan, weights = planned[0]
         return replace(plan, notes=notes), weights, own, medium
 

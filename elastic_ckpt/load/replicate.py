@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
-import shutil
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+import socket
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
-from isal import isal_zlib
+import torch.distributed as dist
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.text import counted, one_line
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
-from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
-from elastic_ckpt.storage import Entry, file_names, modified, walk
-from elastic_ckpt.storage.local import is_link, made_whole
-from elastic_ckpt.storage.opened_folders import (
-    OpenedFolder,
-    is_folder_in,
-    opened_below,
-    opened_root,
-    remove_in,
-    version_in,
-)
-from elastic_ckpt.storage.peers import FileServer, Peers
+from elastic_ckpt.load.copies import Copying, Original
+from elastic_ckpt.load.nodes import Node, identity_of, inside
+from elastic_ckpt.storage import file_names, modified
+from elastic_ckpt.storage.local import is_link
+from elastic_ckpt.storage.opened_folders import OpenedFolder, is_folder_in, opened_below, opened_root, remove_in
 from elastic_ckpt.storage.view import REPLICAS, NodeListing, list_folders
 
 logger = logger_of(__name__)
 _DOING = "replicate a checkpoint"
-#: Bytes in memory at a time.
-_CHUNK_NBYTES = 8 << 20
 
 
 class Replication:
     """Copies that are being made in the background; see :func:`replicate`."""
 
-    def __init__(self, server: FileServer | None, pull: _Pull | None, prune: Callable[[], None]) -> None:
-        self._server = server
-        self._pull = pull
+    def __init__(self, copying: Copying | None, prune: Callable[[], None]) -> None:
+        self._copying = copying  # on the first rank of a node
         self._prune = prune
         self._is_over = False
 
     def done(self) -> bool:
         """Whether this rank's node has made its copies, or failed to. Local."""
-        return self._pull is None or not self._pull.is_alive()
+        return self._copying is None or self._copying.has_made_its_own.is_set()
 
     def wait(self) -> None:
         """Wait until the copies of all nodes are whole, then remove older tags, if asked to. Collective.
@@ -62,22 +48,20 @@ class Replication:
         if self._is_over:
             return
         self._is_over = True
-        try:
-            with distributed.agree(_DOING):
-                if self._pull is not None:
-                    self._pull.join()
-                    if self._pull.error is not None:
-                        raise self._pull.error
-        finally:
-            if self._server is not None:
-                self._server.close()
+        with distributed.agree(_DOING):
+            if self._copying is not None:
+                self._copying.join()
+                if self._copying.error is not None:
+                    raise self._copying.error
         with distributed.agree("remove older tags"):
-            if self._pull is not None:
+            if self._copying is not None:
                 self._prune()
 
 
 #: The last one of this process, whose files the next one may replace.
 _last: list[Replication] = []
+#: The job's process group, the ranks that copy, and the group in which they do, which is made once.
+_made: list[tuple[Any, list[int], Any]] = []
 
 
 def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: int | None = None) -> Replication:
@@ -95,14 +79,15 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
         copies: the number of other nodes that get a copy of each file.
         keep: the number of tags, with their copies, that stay in ``folder`` on each node. ``None``: all.
 
-    Collective, with only small messages. A node's first rank copies, with at most 16 MiB in memory at a time. Raises
-    the same :class:`ElasticCkptError` on every rank if arguments differ, or if a node has nothing to copy.
+    Collective, with only small messages; the first call makes a process group of gloo, with one rank of each node.
+    These copy in it, in a thread beside the training, with at most 16 MiB in memory at a time. Raises the same
+    :class:`ElasticCkptError` on every rank if arguments differ, or if a node has nothing to copy.
     """
     if _last:
         _last.pop().wait()
     meant = (os.path.normpath(str(tag)), copies, keep)
 
-    def begin() -> tuple[Node, bytes, tuple[str, int, int | None]]:
+    def begin() -> tuple[Node, tuple[str, int, int | None]]:
         if not isinstance(folder, (str, os.PathLike)):
             raise ConfigError("this is no folder", None, "the folder that save_checkpoint was given", repr(folder))
         place = os.path.abspath(folder)
@@ -117,142 +102,76 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
                 problem = "replicate does not follow links"
                 remedy = "give the folder that the link names, or remove it"
                 raise ConfigError(problem, path, "a folder", "a link", remedy=remedy)
-        return identity_of([place]), secrets.token_bytes(SECRET_NBYTES), meant
+        return identity_of([place]), meant
 
     everybody = distributed.all_gather(_DOING, begin)
     nodes: dict[Node, int] = {}  # the first rank of each
-    for rank, (node, _, other) in enumerate(everybody):
+    for rank, (node, other) in enumerate(everybody):
         nodes.setdefault(node, rank)
-        if other != everybody[0][2]:
-            both = f"{everybody[0][2]}, as on rank 0", f"{other} on rank {rank}"
+        if other != everybody[0][1]:
+            both = f"{everybody[0][1]}, as on rank 0", f"{other} on rank {rank}"
             raise ConfigError("ranks call replicate with different arguments", None, *both, rank=rank)
-    _last.append(_start(os.path.abspath(folder), *meant, nodes, everybody))
+    node, _ = everybody[distributed.rank()]
+    _last.append(_start(os.path.abspath(folder), *meant, list(nodes.values()), list(nodes).index(node)))
     return _last[0]
 
 
-def _start(
-    folder: str, tag: str, copies: int, keep: int | None, nodes: dict[Node, int], everybody: Sequence[Any]
-) -> Replication:
-    """Serve this node's files, and begin to copy those of others. Collective."""
-    (node, _, _) = everybody[distributed.rank()]
-    (_, secret, _) = everybody[0]
-    servers: list[FileServer] = []
+def _start(folder: str, tag: str, copies: int, keep: int | None, copiers: list[int], mine: int) -> Replication:
+    """Begin to copy the files of other nodes. Collective.
 
-    def serve() -> tuple[NodeListing, tuple[str, int]] | None:
-        if nodes[node] != distributed.rank():
+    Args:
+        copiers: the rank of each node that copies.
+        mine: the number of this rank's node.
+    """
+    is_copier = copiers[mine] == distributed.rank()
+
+    def list_mine() -> NodeListing | None:
+        if not is_copier:
             return None
-        listing = list_folders(words_of(node), [folder], [tag])
+        listing = list_folders(f"{socket.gethostname()} (rank {distributed.rank()})", [folder], [tag])
         if not any(os.path.dirname(entry.name) for entry in listing.entries[0]):
             problem = "this node has no files of the tag to copy"
             remedy = "call replicate after save_checkpoint"
             raise DamagedError(problem, os.path.join(folder, tag), "files that save_checkpoint wrote", remedy=remedy)
-        servers.append(FileServer(own_address(list(nodes)), secret, listing.files))
-        return listing, servers[0].address
+        return listing
 
-    try:
-        served = [each for each in distributed.all_gather(_DOING, serve) if each is not None]
-    except ElasticCkptError:  # of another rank
-        for server in servers:
-            server.close()
-        raise
+    listings = [each for each in distributed.all_gather(_DOING, list_mine) if each is not None]
+    group = _group_of(copiers)
     prune = partial(_prune, folder, tag, keep)
-    if not servers:
-        return Replication(None, None, prune)
-    listings, addresses = zip(*served, strict=True)
-    mine = list(nodes).index(node)
-    others = len(nodes) - 1
+    if not is_copier:
+        return Replication(None, prune)
+    others = len(copiers) - 1
     if copies > others and distributed.rank() == 0:
         text = "elastic_ckpt replicates to %s, not %d: the job has no more nodes; files of lost ones may be lost"
         logger.warning(text, counted(others, "other node"), copies)
-    sources = [(mine + 1 + step) % len(nodes) for step in range(min(copies, others))]
-    wanted: dict[str, tuple[int, int, Entry]] = {}  # of what several nodes have, the newest
+    sources = [(mine + 1 + step) % len(copiers) for step in range(min(copies, others))]
+    wanted: dict[str, Original] = {}  # of what several nodes have, the newest
     for source in sources:
         for number, entry in enumerate(listings[source].entries[0]):
             if entry.name == LATEST or entry.name.startswith(f"{tag}{os.sep}"):
                 known = wanted.get(entry.name)
-                if known is None or known[2].mtime_ns < entry.mtime_ns:
-                    wanted[entry.name] = source, number, entry
-    pull = _Pull(os.path.join(folder, REPLICAS), tag, wanted, Peers(secret, addresses))
-    pull.start()
-    return Replication(servers[0], pull, prune)
+                if known is None or known.entry.mtime_ns < entry.mtime_ns:
+                    wanted[entry.name] = Original(source, number, entry)
+    copying = Copying(folder, tag, wanted, listings[mine], group)
+    copying.start()
+    return Replication(copying, prune)
 
 
-class _Pull(threading.Thread):
-    """Makes a folder of replicas what is wanted of a tag, in the background."""
-
-    def __init__(self, folder: str, tag: str, wanted: dict[str, tuple[int, int, Entry]], peers: Peers) -> None:
-        super().__init__(name="elastic_ckpt replication", daemon=True)
-        self._folder = folder
-        self._tag = tag
-        self._wanted = wanted
-        self._peers = peers
-        self._path = folder  # that it is at
-        self.error: ElasticCkptError | None = None
-
-    def run(self) -> None:
-        try:
-            with opened_root(os.path.dirname(self._folder)) as root:
-                self._make_alike(root)
-        except ElasticCkptError as error:
-            self.error = error
-        except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "free memory there, or keep fewer tags" if is_full else "remove what is there, and replicate again"
-            found = f"{type(error).__name__}: {error.strerror}"
-            self.error = ElasticCkptError("a copy could not be written", self._path, found=found, remedy=remedy)
-        finally:
-            self._peers.close()
-
-    def _make_alike(self, root: OpenedFolder) -> None:
-        """Remove the files that are not wanted, and copy those that are not there. ``root``: has the replicas."""
-        for path, _ in walk(os.path.join(self._folder, self._tag)):
-            if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
-                self._path = path
-                with self._opened(root, path) as folder, suppress(FileNotFoundError):
-                    os.unlink(os.path.basename(path), dir_fd=folder)
-        for name in sorted(self._wanted, key=lambda name: name == LATEST):  # which comes last
-            source, number, entry = self._wanted[name]
-            path = self._path = os.path.normpath(os.path.join(self._folder, entry.name))
-            if not path.startswith(os.path.join(self._folder, "")):
-                raise DamagedError("a listing names a file that is not below its folder", path)
-            with self._opened(root, path, make=True) as folder:
-                if version_in(folder, os.path.basename(path))[1:] != (entry.nbytes, entry.mtime_ns):
-                    self._copy(source, number, entry, folder)
-
-    def _opened(self, root: OpenedFolder, path: str, make: bool = False) -> AbstractContextManager[int]:
-        """The folder of a file of the replicas, which no link leads to."""
-        place = os.path.dirname(self._folder)
-        return opened_below(root, os.path.relpath(os.path.dirname(path), place), make)
-
-    def _copy(self, source: int, number: int, entry: Entry, folder: int) -> None:
-        """Copy a file into an opened folder."""
-        path = self._path
-        _refuse_without_space(folder, path, entry.nbytes)
-        raw = bytearray(min(_CHUNK_NBYTES, entry.nbytes))
-        buffer = memoryview(raw)
-        zeros = memoryview(bytes(len(raw)))
-        crc32 = 0
-        with made_whole(os.path.basename(path), entry.mtime_ns, folder) as stream:
-            stream.truncate(entry.nbytes)
-            while left := entry.nbytes - stream.tell():
-                count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
-                if not count:
-                    raise DamagedError("the original ends early", path, f"{entry.nbytes} bytes", stream.tell())
-                crc32 = isal_zlib.crc32(buffer[:count], crc32)
-                if raw.startswith(zeros[:count]):  # a hole of the original is none of memory here
-                    stream.seek(count, os.SEEK_CUR)
-                else:
-                    stream.write(buffer[:count])
-            expected = self._peers.crc32(source, number, 0, entry.nbytes)
-            if crc32 != expected:
-                raise DamagedError("a copy differs from its original", path, f"CRC32 {expected:08x}", f"{crc32:08x}")
-
-
-def _refuse_without_space(folder: int, path: str, nbytes: int) -> None:
-    """Raise OSError for a file that is larger than the space for it: one of holes alone may claim any size."""
-    space = shutil.disk_usage(folder)
-    if space.total and nbytes > space.free:
-        raise OSError(errno.ENOSPC, f"{nbytes} bytes, and {space.free} are free", path)
+def _group_of(copiers: list[int]) -> Any:
+    """The process group in which nodes copy; ``None`` for one node. Collective."""
+    if len(copiers) == 1:
+        return None
+    if not _made or _made[0][0] is not dist.group.WORLD or _made[0][1] != copiers:
+        with distributed.together(_DOING, agrees=False):
+            try:
+                group = dist.new_group(copiers, backend="gloo")
+            except RuntimeError as error:
+                problem = "the nodes of this job cannot connect to copy files"
+                found = one_line(str(error))
+                remedy = "set GLOO_SOCKET_IFNAME on each node to the network interface by which nodes reach each other"
+                raise ElasticCkptError(problem, None, "connections of gloo", found, remedy=remedy) from error
+        _made[:] = [(dist.group.WORLD, copiers, group)]
+    return _made[0][2]
 
 
 def _prune(folder: str, tag: str, keep: int | None) -> None:

@@ -30,7 +30,7 @@ from elastic_ckpt.engines.data_position import registered
 from elastic_ckpt.formats.saved_files import digests_of_save, versions_in
 from elastic_ckpt.formats.sheet import read_sheet
 from elastic_ckpt.load.trainer_hook import splits_batches
-from elastic_ckpt.storage.local import Version, made_whole
+from elastic_ckpt.storage.local import Version, made_whole, pinned
 
 logger = logger_of(__name__)
 #: Packages of which a run's results may depend on the version, if it has imported them.
@@ -80,8 +80,18 @@ def _folder_of(engine: Any, given: Mapping[str, Any]) -> str:
     return os.path.join(given["save_dir"], tag)
 
 
+def sheet_to_compare(folder: str) -> ResumeSheet | None:
+    """The sheet of a checkpoint; ``None``, with a warning, if it cannot be read. Local."""
+    try:
+        with pinned():  # a save under the same tag may write it last, after all that is loaded
+            return read_sheet(folder)
+    except Exception as error:  # what is loaded is right without it
+        logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)
+        return None
+
+
 def compare_run(
-    engine: Any, folder: str, replaced: bool = False, sources: Sequence[Sequence[int]] = ()
+    engine: Any, saved: ResumeSheet | None, replaced: bool = False, sources: Sequence[Sequence[int]] = ()
 ) -> tuple[str, tuple[str, ...]]:
     """In words, what of the run that saved a loaded checkpoint goes on, and what is another now. Local.
 
@@ -90,7 +100,6 @@ def compare_run(
     the saved ones of its parameters.
     """
     try:
-        saved = read_sheet(folder)
         if saved is None:
             return "", ()
         if saved.step != engine.global_steps:
@@ -102,7 +111,7 @@ def compare_run(
         found = [each for each in found if each.component not in (RNG, LOSSES)]
         return goes_on(saved, live, found, replaced), tuple(map(str, found))
     except Exception as error:  # what was loaded is right without it
-        logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)
+        logger.warning("elastic_ckpt could not compare the resume sheet with this run: %s", error)
         return "", ()
 
 

@@ -23,6 +23,7 @@ from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, Remedy
 from elastic_ckpt.io.coalesce import SUMMED_AT_ONCE_NBYTES, ReadOptions, parts_of, scales_of
 from elastic_ckpt.io.reader import ReadSums
+from elastic_ckpt.load.metadata import owner_of
 from elastic_ckpt.report import Verified
 from elastic_ckpt.storage import open_stream
 
@@ -58,7 +59,8 @@ def verify_reads(
     incomplete = sorted(key for key, total in totals.items() if not total.tiles(_record(files, key)[1]))
     if incomplete:
         ranges = distributed.all_gather("list what was read", lambda: ranges_read(plan, options, set(incomplete)))
-        mine = incomplete[distributed.rank() :: distributed.world_size()]
+        owners = [owner_of(number, files[file].path) for number, (file, _) in enumerate(incomplete)]
+        mine = [key for key, owner in zip(incomplete, owners, strict=True) if owner == distributed.rank()]
         most = max(int(read_nbytes * _MOST_AGAIN) // distributed.world_size(), _LEAST_NBYTES)
         read = distributed.all_gather("verify what was read", lambda: _read_again(files, mine, ranges, most))
         again = {key: more for part in read for key, more in part.items()}

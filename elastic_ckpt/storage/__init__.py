@@ -170,6 +170,18 @@ def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> It
     return listing.walk(folder, on_error) if view is None else view.walk(folder)
 
 
+def readers_of(path: str) -> Sequence[int] | None:
+    """The ranks of the job that see a file themselves; ``None``: all do. The same on all ranks."""
+    view = _view_of(path)
+    return None if view is None else view.readers(path)
+
+
+def holder_of(path: str) -> tuple[int, int] | None:
+    """The rank that reads a file for this one, and the file's number on its node; ``None``: this one sees it."""
+    view = _view_of(path)
+    return None if view is None else view.holder_of(path)
+
+
 def copies_of(path: str) -> list[str]:
     """Where a file really is: the path of the copy that is read, then of others; the path itself if it has none."""
     view = _view_of(path)

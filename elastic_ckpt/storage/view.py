@@ -4,7 +4,7 @@ Each node lists what it has of the folders in which a checkpoint may be. Of a fi
 as long as all are the same, which is looked at when the file is first opened: of one size, and either written at the
 same time, as one file on a shared disk is, or of the same content as far as a digest of it shows. Which of them is read
 is chosen by folder, in the order of preference, then by node: a rank's own, else one of the others, so that these share
-the load.
+the load. Bytes of another node's copy come from the ranks there, which only collectives of all ranks bring.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from itertools import chain
 from typing import BinaryIO
 
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
+from elastic_ckpt.errors import (
+    ConflictingCopiesError,
+    DamagedError,
+    ElasticCkptError,
+    SavedOverError,
+    listed,
+    shortened,
+)
 from elastic_ckpt.report import Requests
-from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local
+from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local, size_of
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.listing import file_names, search, walk
-from elastic_ckpt.storage.peers import Peers
+from elastic_ckpt.storage.pages import Pages
 from elastic_ckpt.storage.remote import RemoteFolder
 
 #: A folder in a checkpoints' folder, with copies of other nodes' files.
@@ -109,7 +117,8 @@ class FolderView(Store):
         root: the folder as which all is seen.
         listings: of the nodes.
         mine: which of them is this process's.
-        peers: connections to the other nodes; ``None`` if there are none.
+        ranks: those of the job on each node; empty if there is one node.
+        me: this process's rank.
         choices: of files of which the copies are tried one after another, which one is to be read.
         in_order: whether the folders are in an order of preference; else they are nodes'.
         remotes: those of the folders that are in object stores, by their places in the order of preference; one
@@ -121,7 +130,8 @@ class FolderView(Store):
         root: str,
         listings: Sequence[NodeListing],
         mine: int = 0,
-        peers: Peers | None = None,
+        ranks: Sequence[Sequence[int]] = (),
+        me: int = 0,
         choices: Mapping[str, int] | None = None,
         remotes: Mapping[int, RemoteFolder] | None = None,
         in_order: bool = True,
@@ -130,7 +140,9 @@ class FolderView(Store):
         self.root = root
         self._listings = listings
         self._mine = mine
-        self._peers = peers
+        self._ranks = ranks
+        self._me = me
+        self.pages = Pages()  # of other nodes' files
         self.notes: list[str] = []  # what a user should know of the files that were opened so far
         self.copies: dict[str, list[Copy]] = {}  # of each file, by preference
         self._choices = choices or {}
@@ -138,7 +150,9 @@ class FolderView(Store):
         self._in_order = in_order
         self._names: dict[str, dict[str, bool]] = {"": {}}  # by folder: each name in it, and whether that is a folder
         self._chosen: dict[str, Copy] = {}
-        self._digests: dict[Copy, bytes] = {}
+        self._as_good: dict[str, Sequence[Copy]] = {}  # of chosen files, the copies of which any may be read
+        #: Of copies: their own, and those of other nodes that may differ.
+        self.digests: dict[Copy, bytes | ElasticCkptError] = {}
         for node, listing in enumerate(listings):
             numbers = iter(range(len(listing.files)))
             for level, (folder, entries) in enumerate(zip(listing.folders, listing.entries, strict=True)):
@@ -148,6 +162,15 @@ class FolderView(Store):
         for name, copies in self.copies.items():
             copies.sort(key=lambda copy: (copy.level, copy.node))
             self._add(name, is_folder=False)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other nodes may have what this one lacks."""
+        return bool(self._ranks)
+
+    @cached_property
+    def _own_files(self) -> list[tuple[str, int]]:
+        return self._listings[self._mine].files
 
     @property
     def requests(self) -> Requests | None:
@@ -213,10 +236,13 @@ class FolderView(Store):
                 raise self._missing(path)
             if name in self._choices:
                 copies = copies[self._choices[name] :][:1]
-            self._chosen[name] = self._choose_from(path, name, copies)
+            best = self._as_good[name] = self._equally_good(path, name, copies)
+            own = (copy for copy in best if copy.node == self._mine)
+            self._chosen[name] = next(own, best[self._mine % len(best)])
         return self._chosen[name]
 
-    def _choose_from(self, path: str, name: str, copies: Sequence[Copy]) -> Copy:
+    def _equally_good(self, path: str, name: str, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """The copies of which any may be read; the same on all nodes."""
         first = copies[0]
         other = next((copy for copy in copies[1:] if not self._is_same(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
@@ -230,9 +256,8 @@ class FolderView(Store):
             newest = max(rivals, key=lambda copy: copy.entry.mtime_ns)
             which = "newest" if other in rivals else "first folder's"
             self.notes.append(f"copies of {name} differ: the {which} was taken, {self.described(newest)}")
-            return newest
-        best = [copy for copy in copies if copy.level == first.level]
-        return next((copy for copy in best if copy.node == self._mine), best[self._mine % len(best)])
+            return [newest]
+        return [copy for copy in copies if copy.level == first.level]
 
     def _is_same(self, one: Copy, other: Copy) -> bool:
         if one.nbytes != other.nbytes:
@@ -240,28 +265,61 @@ class FolderView(Store):
         return one.entry.mtime_ns == other.entry.mtime_ns or self._digest(one) == self._digest(other)
 
     def _digest(self, copy: Copy) -> bytes:
-        if copy not in self._digests:
-            is_near = copy.node == self._mine or copy.level in self._remotes
+        if copy not in self.digests:
             with local.named_os_errors(copy.path):
-                if is_near:
-                    self._digests[copy] = content_digest(self._ranges(copy), copy.nbytes)
-                else:
-                    self._digests[copy] = self._ask(copy).directory_digest(copy.node, copy.number)
-        return self._digests[copy]
+                self.digests[copy] = content_digest(self._ranges(copy), copy.nbytes)
+        digest = self.digests[copy]
+        if isinstance(digest, ElasticCkptError):
+            raise digest
+        return digest
 
-    def _ask(self, copy: Copy) -> Peers:
-        assert self._peers is not None, copy
-        return self._peers
+    def digests_to_tell(self) -> dict[Copy, bytes | ElasticCkptError]:
+        """Digests of this node's copies that may differ from those of other nodes, or why there are none."""
+        for copies in self.copies.values():
+            times = {copy.entry.mtime_ns for copy in copies}
+            sizes = Counter(copy.nbytes for copy in copies)
+            for copy in copies if len(times) > 1 else ():
+                if copy.node == self._mine and sizes[copy.nbytes] > 1:
+                    try:
+                        with local.pinned():  # it may be of a tag that is not read
+                            self._digest(copy)
+                    except ElasticCkptError as error:
+                        self.digests[copy] = error
+        return dict(self.digests)
 
-    def read_from(self, copy: Copy, buffers: Sequence[memoryview], byte_offset: int) -> int:
-        """Fill buffers, in order, from another node's copy, as :meth:`Peers.read_into` does; errors name the copy."""
-        try:
-            return self._ask(copy).read_into(copy.node, copy.number, buffers, byte_offset)
-        except ElasticCkptError as error:
-            sender = f"{self._listings[copy.node].node} to send it"
-            error.file = copy.path
-            error.expected = ", ".join(filter(None, (sender, error.expected)))
-            raise
+    def readers(self, path: str) -> Sequence[int] | None:
+        """The ranks that see the file at a path themselves; ``None``: all do. The same on all ranks."""
+        copy = self._choose(path)
+        if not self._ranks or copy.level in self._remotes:
+            return None
+        nodes = sorted({each.node for each in self._as_good[self._name(path)]})
+        return [rank for node in nodes for rank in self._ranks[node]]
+
+    def holder_of(self, path: str) -> tuple[int, int] | None:
+        """The rank that reads a file for this one, and the file's number there; ``None``: this one does."""
+        copy = self._choose(path)
+        if copy.node == self._mine or copy.level in self._remotes:
+            return None
+        ranks = self._ranks[copy.node]
+        return ranks[self._me % len(ranks)], copy.number
+
+    def own_path(self, number: int) -> str:
+        """The path of one of this node's files."""
+        return self._own_files[number][0]
+
+    def own_nbytes(self, number: int) -> int:
+        """The size of one of this node's files, as it was listed."""
+        return self._own_files[number][1]
+
+    def open_own(self, number: int) -> Ranges:
+        """One of this node's files, by its number, for another rank; it must still be the one that was listed."""
+        path, listed_nbytes = self._own_files[number]
+        with local.open_stream(path) as stream:
+            nbytes = size_of(stream)
+        if nbytes != listed_nbytes:
+            found = f"{nbytes} bytes, not {listed_nbytes} as when it was listed"
+            raise SavedOverError("the file has changed", path, found=found)
+        return local.open_ranges(path)
 
     def described(self, copy: Copy) -> str:
         """A copy, for people."""
@@ -290,7 +348,7 @@ class FolderView(Store):
     def _ranges(self, copy: Copy) -> Ranges:
         if copy.level in self._remotes:
             return self._remotes[copy.level].open_ranges(copy.entry)
-        return local.open_ranges(copy.path) if copy.node == self._mine else _PeerRanges(self, copy)
+        return local.open_ranges(copy.path) if copy.node == self._mine else _PagedRanges(self, copy)
 
     def file_names(self, folder: str) -> list[str]:
         return sorted(self._inside(folder))
@@ -333,15 +391,19 @@ def _date(mtime_ns: int) -> str:
     return f"{when:%Y-%m-%d %H:%M:%S.%f} UTC"
 
 
-class _PeerRanges:
+class _PagedRanges:
     """A file on another node."""
 
     def __init__(self, view: FolderView, copy: Copy) -> None:
+        holder = view.holder_of(os.path.join(view.root, copy.entry.name))
+        assert holder is not None, copy
+        self._holder, self._number = holder
         self._view = view
         self._copy = copy
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
-        return self._view.read_from(self._copy, buffers, byte_offset)
+        copy = self._copy
+        return self._view.pages.read(self._holder, self._number, copy.nbytes, buffers, byte_offset)
 
     def close(self) -> None:
-        pass  # the connection stays, for the next file
+        pass  # nothing is open

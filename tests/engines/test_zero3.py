@@ -87,7 +87,10 @@ def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
         _reassign_or_swap_out_partitioned_parameters=lambda index: None,
     )
     parts: list[tuple[int, int]] = []
-    assert adapter.fill(plan, lambda part, tensors: parts.append((len(part.requantize_items), len(tensors)))) == {}
+    kept: dict[int, torch.Tensor] = {}
+    for part, tensors in adapter.fill(plan, kept):
+        parts.append((len(part.requantize_items), len(tensors)))
+    assert kept == {}
     assert parts == [(1, 1)]
 
 

@@ -15,7 +15,7 @@ from benchmarks.played import PlayedJob
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
-from elastic_ckpt.load.metadata import file_opener, join, read_my_share, split
+from elastic_ckpt.load.metadata import file_opener, in_turn, join, read_my_share, split
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Other(Item):
 def test_items_that_consist_of_the_same_objects_stay_of_their_classes() -> None:
     names = ("a",) * 40
     items = [Item("x", names), None, Other("y", names)]  # the first and the last are read by rank 0
-    assert PlayedJob(2).run_all(lambda: read_my_share(3, items.__getitem__)) == [items] * 2
+    assert PlayedJob(2).run_all(lambda: read_my_share(in_turn(3), items.__getitem__)) == [items] * 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12), st.integers(1, 4))
@@ -73,18 +73,18 @@ def test_every_rank_gets_every_item(kinds: list[tuple[int, int]], ranks: int) ->
         one = Item(str(position), (f"name{kind}",) * 50, (Part(kind, {detail: position}),))
         items.append(one if kind < 2 else ("of another class", detail))
     job = PlayedJob(ranks)
-    assert job.run_all(lambda: read_my_share(len(items), items.__getitem__)) == [items] * ranks
+    assert job.run_all(lambda: read_my_share(in_turn(len(items)), items.__getitem__)) == [items] * ranks
 
 
 def test_what_files_have_in_common_travels_once_and_only_to_who_lacks_it() -> None:
     names = tuple(f"a parameter of a long name {number}" for number in range(1000))
     everywhere = [Item(str(at), names) for at in range(8)]
     job = PlayedJob(4)
-    job.run_all(lambda: read_my_share(8, everywhere.__getitem__))
+    job.run_all(lambda: read_my_share(in_turn(8), everywhere.__getitem__))
     assert len(job.rounds) == 1 and all(len(sent) < 500 for sent in job.rounds[0])
     once = [Item(str(at), names[::-1]) if at in (3, 7) else item for at, item in enumerate(everywhere)]
     job = PlayedJob(4)
-    found = job.run_all(lambda: read_my_share(8, once.__getitem__))
+    found = job.run_all(lambda: read_my_share(in_turn(8), once.__getitem__))
     assert found == [once] * 4
     long = [rank for rank, sent in enumerate(job.rounds[1]) if len(sent) > 20_000]
     assert long == [0, 3]  # rank 3 lacks what the others have, and they lack what it has

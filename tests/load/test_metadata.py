@@ -14,7 +14,7 @@ from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import Fitted
 from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.native import _own_state
-from elastic_ckpt.load.metadata import fit_together
+from elastic_ckpt.load.metadata import fit_together, in_turn
 
 #: Tensor-parallel, pipeline-parallel and data-parallel degree.
 Degrees = tuple[int, int, int]
@@ -66,5 +66,5 @@ def test_each_rank_gets_the_state_that_is_its_own(
         return Fitted(assembled.metadata, "", None, int(own.path), for_all, read_state)
 
     job = PlayedJob(live[0] * live[1] * live[2])
-    assert [state for _, state in job.run_all(lambda: fit_together(fit))] == states
+    assert [state for _, state in job.run_all(lambda: fit_together(fit, in_turn(len(kinds))))] == states
     assert len(job.rounds) == 1 + rounds

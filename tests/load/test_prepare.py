@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.core.read_plan import ReplicaCheck
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, ReplicaCheck
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Drift
 from elastic_ckpt.load.flow import RankPlan, _notes, _refuse_different_shares, agree_on_plans
@@ -45,7 +45,7 @@ def test_what_several_ranks_note_is_noted_once() -> None:
 def test_where_one_rank_sees_a_network_all_read_as_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [replace(HERE, differences=[], medium=Medium(*each)) for each in (("network", "nfs4"), ("local", "xfs"))]
     monkeypatch.setattr(distributed, "all_gather", lambda doing, work: [work(), plans[0]])
-    *_, medium = agree_on_plans(lambda: plans[1], ElasticConfig())
+    *_, medium = agree_on_plans(lambda: plans[1], lambda: LoadPlan(ReadPlan((), (), ())), ElasticConfig())
     assert str(medium) == "network (nfs4)"
 
 

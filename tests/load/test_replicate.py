@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ import pytest
 
 from elastic_ckpt import replicate
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
-from elastic_ckpt.load.replicate import _Pull
+from elastic_ckpt.load.copies import Copying, Original
 from elastic_ckpt.storage import Entry, file_names, walk
-from elastic_ckpt.storage.peers import FileServer, Peers
+from elastic_ckpt.storage.view import NodeListing
 
 
 @pytest.fixture
@@ -91,9 +89,9 @@ def test_a_folder_that_becomes_a_link_does_not_lead_a_copy_elsewhere(
     def swap_at_once(*_: Any) -> None:
         swap(tmp_path / ".replicas" / "step1", elsewhere)
 
-    monkeypatch.setattr("elastic_ckpt.load.replicate._refuse_without_space", swap_at_once)
-    with pulled(tmp_path, "step1/file.pt") as pull:
-        assert pull.error is None
+    monkeypatch.setattr("elastic_ckpt.load.copies._refuse_without_space", swap_at_once)
+    copying = copied(tmp_path, "step1/file.pt")
+    assert copying.error is None
     assert [path.name for path in elsewhere.iterdir()] == ["file.pt"]
     assert (elsewhere / "file.pt").read_text() == "precious"
     assert (tmp_path / ".replicas" / "away" / "file.pt").read_text() == "a copy"
@@ -113,11 +111,11 @@ def test_a_folder_that_becomes_a_link_does_not_lead_a_removal_elsewhere(
         swap(old.parent, elsewhere)
         return found
 
-    monkeypatch.setattr("elastic_ckpt.load.replicate.walk", listed_then_swapped)
+    monkeypatch.setattr("elastic_ckpt.load.copies.walk", listed_then_swapped)
     # the look and the removal are one, or nothing is seen in between
     monkeypatch.setattr("elastic_ckpt.load.replicate.os.path.realpath", os.path.abspath)
-    with pulled(tmp_path, "step1/file.pt") as pull:
-        assert isinstance(pull.error, ConfigError) and pull.error.file == str(old.parent)
+    copying = copied(tmp_path, "step1/file.pt")
+    assert isinstance(copying.error, ConfigError) and copying.error.file == str(old.parent)
     assert [path.name for path in elsewhere.iterdir()] == ["old.pt"]
 
 
@@ -196,22 +194,24 @@ def test_a_tag_that_is_not_there_is_refused(memory: Path) -> None:
         replicate(memory, "step5")
 
 
-@contextmanager
-def pulled(folder: Path, name: str) -> Iterator[Any]:
-    """The thread that copies a file of another node, and has ended."""
-    source = folder / "source" / name
-    status = source.stat()
+def copied(folder: Path, name: str) -> Copying:
+    """What copies a file of another node, and has ended; it is given what it asks for."""
+    source = folder / "source"
+    status = (source / name).stat()
     entry = Entry(name, status.st_size, status.st_mtime_ns)
-    server = FileServer("127.0.0.1", SECRET, [(str(source), entry.nbytes)])
-    try:
-        pull = _Pull(str(folder / ".replicas"), "step1", {name: (0, 0, entry)}, Peers(SECRET, [server.address]))
-        pull.run()
-        yield pull
-    finally:
-        server.close()
+    listing = NodeListing("there", (str(source),), ((entry,),))
+    copying = Copying(str(folder), "step1", {name: Original(0, 0, entry)}, listing, None)
+    requests = copying._make_alike()
+    request = copying._next(requests)
+    while request is not None:
+        _, piece = request
+        for buffer in piece.buffers:
+            copying._originals.read(piece.file, piece.byte_offset, buffer)
+        request = copying._next(requests)
+    return copying
 
 
-SECRET, MIB = bytes(32), 1 << 20
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize("nbytes", [0, 5, 8 * MIB, 40 * MIB, 40 * MIB + 3])
@@ -224,8 +224,8 @@ def test_a_copy_has_the_bytes_and_the_holes_of_its_original(tmp_path: Path, nbyt
         if at is not None and at < nbytes:
             stream.seek(at)
             stream.write(b"abc")
-    with pulled(tmp_path, "step1/file.pt") as pull:
-        assert pull.error is None
+    copying = copied(tmp_path, "step1/file.pt")
+    assert copying.error is None
     copy = tmp_path / ".replicas" / "step1" / "file.pt"
     assert copy.read_bytes() == source.read_bytes() and copy.stat().st_mtime_ns == source.stat().st_mtime_ns
     assert copy.stat().st_blocks * 512 <= 9 * MIB
@@ -236,8 +236,8 @@ def test_a_file_that_is_larger_than_the_space_for_it_is_refused_at_once(tmp_path
     source.parent.mkdir(parents=True)
     with source.open("wb") as stream:
         stream.truncate(8 << 40)
-    with pulled(tmp_path, "step1/file.pt") as pull:
-        assert pull.error is not None and "free" in str(pull.error.found)
+    copying = copied(tmp_path, "step1/file.pt")
+    assert copying.error is not None and "free" in str(copying.error.found)
     assert not list((tmp_path / ".replicas").rglob("*.pt*"))
 
 

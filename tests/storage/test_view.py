@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt import storage
-from elastic_ckpt.errors import ConflictingCopiesError, DamagedError
+from elastic_ckpt.core.lacking import Lacking
+from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, SavedOverError
+from elastic_ckpt.io.node_files import NodeFiles
 from elastic_ckpt.storage import Entry
-from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
 from tests.privileges import without_privileges
 
-SECRET = b"of this job"
 NAMES = ["latest", "step4/mp_rank_00_model_states.pt", "step4/optim_0.pt", "step4/zero/a/fp32.pt", "step5/x.pt"]
 
 
@@ -29,6 +31,33 @@ def write(folder: Path, name: str, content: bytes, mtime: int = 1000) -> None:
 def alone(*folders: Path, root: Path, in_order: bool = False) -> FolderView:
     """Several folders of one node, seen as ``root``."""
     return FolderView(str(root), [list_folders("here", [str(folder) for folder in folders])], in_order=in_order)
+
+
+def seen_by_all(root: str, listings: list[NodeListing]) -> list[FolderView]:
+    """What one rank on each node sees once all have told their digests."""
+    ranks = [[number] for number in range(len(listings))]
+    views = [FolderView(root, listings, number, ranks, number) for number in range(len(listings))]
+    told = [view.digests_to_tell() for view in views]
+    for view in views:
+        for digests in told:
+            view.digests |= digests
+    return views
+
+
+def supplied(views: list[FolderView], mine: int, work: Callable[[], bytes]) -> bytes:
+    """What work on a rank returns, which is given what it lacks."""
+    while True:
+        try:
+            return work()
+        except Lacking as lacking:
+            wanted = lacking.wanted
+            raw = bytearray(wanted.nbytes)
+            try:
+                with closing(NodeFiles(views[wanted.holder])) as files:
+                    files.read(wanted.file, wanted.byte_offset, memoryview(raw))
+                views[mine].pages.add(wanted, bytes(raw))
+            except DamagedError as error:
+                views[mine].pages.add(wanted, error)
 
 
 def content_of(view: FolderView, name: str) -> bytes:
@@ -47,37 +76,36 @@ def test_each_node_reads_the_union_of_all_nodes(
         for name in names:
             write(folder, name, name.encode() * 3)
     listings = [list_folders(f"node{number}", [str(folder)]) for number, folder in enumerate(folders)]
-    servers = [FileServer("127.0.0.1", SECRET, listing.files) for listing in listings]
-    peers = Peers(SECRET, [server.address for server in servers])
-    try:
-        mine = data.draw(st.integers(0, len(folders) - 1))
-        view = FolderView(str(root / "seen"), listings, mine, peers)
-        every = set[str]().union(*placed)
-        assert {os.path.relpath(path, view.root) for path, _ in view.walk(view.root)} == every
-        for name in NAMES:
-            assert view.exists(f"{view.root}/{name}") == (name in every)
-            if name not in every:
-                with pytest.raises(DamagedError, match="missing") as caught:
-                    content_of(view, name)
-                assert caught.value.expected is not None and "node0" in caught.value.expected
-                continue
-            assert content_of(view, name) == name.encode() * 3
-            with storage.seen_through(view):
-                ranges = storage.open_ranges(os.path.join(view.root, name))
-                parts = [bytearray(3), bytearray(4)]
-                assert ranges.read([memoryview(part) for part in parts], 2) == 7
-                assert b"".join(parts) == (name.encode() * 3)[2:9]
-                assert ranges.read([memoryview(bytearray(5))], len(name) * 3) == 0
-                ranges.close()
-        for folder in ("step4", "step4/zero", "step4/zero/a"):
-            inside = {name[len(folder) + 1 :].split("/")[0] for name in every if name.startswith(f"{folder}/")}
-            assert view.is_folder(f"{view.root}/{folder}") == bool(inside)
-            if inside:
-                assert set(view.file_names(f"{view.root}/{folder}")) == inside
-    finally:
-        peers.close()
-        for server in servers:
-            server.close()
+    views = seen_by_all(str(root / "seen"), listings)
+    mine = data.draw(st.integers(0, len(folders) - 1))
+    view = views[mine]
+    every = set[str]().union(*placed)
+    assert {os.path.relpath(path, view.root) for path, _ in view.walk(view.root)} == every
+    for name in NAMES:
+        path = f"{view.root}/{name}"
+        assert view.exists(path) == (name in every)
+        if name not in every:
+            with pytest.raises(DamagedError, match="missing") as caught:
+                content_of(view, name)
+            assert caught.value.expected is not None and "node0" in caught.value.expected
+            continue
+        holding = [number for number, names in enumerate(placed) if name in names]
+        assert {tuple(each.readers(path) or ()) for each in views} in ({tuple(holding)}, {()})
+        holder = view.holder_of(path)
+        assert holder is None if mine in holding else holder is not None and holder[0] in holding
+        assert supplied(views, mine, lambda name=name: content_of(view, name)) == name.encode() * 3
+        with storage.seen_through(view):
+            ranges = storage.open_ranges(path)
+            parts = [bytearray(3), bytearray(4)]
+            assert ranges.read([memoryview(part) for part in parts], 2) == 7
+            assert b"".join(parts) == (name.encode() * 3)[2:9]
+            assert ranges.read([memoryview(bytearray(5))], len(name) * 3) == 0
+            ranges.close()
+    for folder in ("step4", "step4/zero", "step4/zero/a"):
+        inside = {name[len(folder) + 1 :].split("/")[0] for name in every if name.startswith(f"{folder}/")}
+        assert view.is_folder(f"{view.root}/{folder}") == bool(inside)
+        if inside:
+            assert set(view.file_names(f"{view.root}/{folder}")) == inside
 
 
 def test_copies_of_one_size_and_other_content_are_told_apart(tmp_path: Path) -> None:
@@ -169,24 +197,43 @@ def test_what_is_outside_of_the_view_is_read_as_it_is(tmp_path: Path) -> None:
         storage.open_stream(str(tmp_path / "seen/latest"))
 
 
-def test_what_another_node_cannot_read_is_named_with_its_node(tmp_path: Path) -> None:
+def test_what_another_node_cannot_read_is_its_error(tmp_path: Path) -> None:
     here, there, name = tmp_path / "here", tmp_path / "there", "step4/optim_0.pt"
     here.mkdir()
     write(there, name, b"content")
-    listings = [list_folders(folder.name, [str(folder)]) for folder in (here, there)]
-    servers = [FileServer("127.0.0.1", SECRET, listing.files) for listing in listings]
-    peers = Peers(SECRET, [server.address for server in servers])
-    view = FolderView(str(here), listings, 0, peers)
-    try:
-        (there / name).unlink()
-        with pytest.raises(DamagedError, match="cannot read it") as caught:
-            content_of(view, name)
-    finally:
-        peers.close()
-        for server in servers:
-            server.close()
-    assert caught.value.file == str(there / name) and caught.value.expected == "there to send it"
-    assert view.name_of(caught.value.file) == name  # of which another copy can be tried
+    views = seen_by_all(str(here), [list_folders(folder.name, [str(folder)]) for folder in (here, there)])
+    (there / name).unlink()
+    with pytest.raises(DamagedError, match="missing") as caught:
+        supplied(views, 0, lambda: content_of(views[0], name))
+    assert caught.value.file == str(there / name)
+    assert views[0].name_of(caught.value.file) == name  # of which another copy can be tried
+
+
+@pytest.mark.parametrize("nbytes", [1, 7])
+def test_a_file_of_another_size_than_listed_is_read_for_nobody(tmp_path: Path, nbytes: int) -> None:
+    write(tmp_path / "there", "step4/optim_0.pt", b"old")
+    view = alone(tmp_path / "there", root=tmp_path)
+    os.truncate(tmp_path / "there" / "step4" / "optim_0.pt", nbytes)
+    with pytest.raises(SavedOverError, match=f"{nbytes} bytes, not 3"):
+        view.open_own(0)
+
+
+def test_digests_tell_copies_of_other_nodes_apart(tmp_path: Path) -> None:
+    """Of those of one size and other times alone; one that cannot be read is met by whoever takes the file."""
+    for node, content in (("a", b"same"), ("b", b"same"), ("c", b"else")):
+        for name in ("step4/optim_0.pt", "step4/optim_1.pt"):
+            write(tmp_path / node, name, content, 1000 + ord(node))
+        write(tmp_path / node, "step4/alike.pt", b"x")
+    (tmp_path / "b" / "step4" / "optim_1.pt").unlink()
+    os.mkfifo(tmp_path / "b" / "step4" / "optim_1.pt")
+    listings = [list_folders(node, [str(tmp_path / node)]) for node in "abc"]
+    views = seen_by_all(str(tmp_path / "a"), listings)
+    names = [{copy.entry.name for copy in view.digests if copy.node == number} for number, view in enumerate(views)]
+    assert names[0] == {"step4/optim_0.pt", "step4/optim_1.pt"}
+    for view in views:
+        with pytest.raises(ConflictingCopiesError):
+            view.compare_copies([f"{view.root}/step4/optim_0.pt"])
+        view.compare_copies([f"{view.root}/step4/alike.pt"])
 
 
 def test_the_real_paths_are_known(tmp_path: Path) -> None:
