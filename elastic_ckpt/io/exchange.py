@@ -106,16 +106,17 @@ class _Receiver:
         rows = [(piece.file, piece.byte_offset, piece.nbytes) for piece in self.pieces if piece.nbytes]
         return np.array(rows, np.int64).reshape(-1, 3)
 
-    def scatter(self, received: memoryview) -> None:
-        """Put the next part of the stream where it belongs."""
-        while received:
+    def take(self, nbytes: int) -> list[memoryview]:
+        """Where the next part of the stream belongs."""
+        taken: list[memoryview] = []
+        while nbytes:
             if not self._buffer:
                 self._buffer = next(self._buffers)
                 continue
-            count = min(len(self._buffer), len(received))
-            self._buffer[:count] = received[:count]
-            self._buffer = self._buffer[count:]
-            received = received[count:]
+            taken.append(self._buffer[:nbytes])
+            self._buffer = self._buffer[nbytes:]
+            nbytes -= len(taken[-1])
+        return taken
 
 
 class Ranks:
@@ -164,23 +165,26 @@ def exchange(
     longest_here = max(int(sizes_in.max()), int(sizes_out.max()))
     streams, longest = ranks.most_of([streams_here, longest_here])
     part_nbytes = max(most_nbytes // _BUFFERS // max(streams, 1), _LEAST_NBYTES)
-    rounds = [_Round(ranks, number, part_nbytes, sizes_in, sizes_out) for number in range(-(-longest // part_nbytes))]
-    memory = [_buffers_of(rounds[:1]), _buffers_of(rounds[:1])]  # the first round is the largest
-    if rounds:
-        rounds[0].begin(senders, files, *memory[0])
-    for number, current in enumerate(rounds):
-        later = rounds[number + 1] if number + 1 < len(rounds) else None
-        if later is not None:
-            later.fill(senders, files, memory[(number + 1) % 2][0])
+    sizes = ranks, part_nbytes, sizes_in, sizes_out
+    count = -(-longest // part_nbytes)
+    current = _Round(0, *sizes)
+    memory = [current.buffers(), current.buffers()]  # later rounds are no larger
+    if count:
+        current.fill(senders, files, memory[0][0])
+        current.send(receivers, *memory[0])
+    for number in range(count):
+        later = _Round(number + 1, *sizes)  # empty after the last one
+        later.fill(senders, files, memory[(number + 1) % 2][0])
         current.wait()
-        if later is not None:
-            later.send(*memory[(number + 1) % 2])
-        current.scatter(receivers, memory[number % 2][1])
-        if number % _ROUNDS_AT_ONCE == _ROUNDS_AT_ONCE - 1 and later is not None:
+        if number + 1 < count:
+            later.send(receivers, *memory[(number + 1) % 2])
+        current.scatter()
+        if number % _ROUNDS_AT_ONCE == _ROUNDS_AT_ONCE - 1 and number + 1 < count:
             (has_failed,) = ranks.most_of([any(sender.error is not None for sender in senders.values())])
             if has_failed:
                 later.wait()
                 break
+        current = later
     return {rank: sender.error for rank, sender in senders.items() if sender.error is not None}
 
 
@@ -213,17 +217,18 @@ def _sizes(ranks: Ranks, streams: Mapping[int, _Sender] | Mapping[int, _Receiver
 class _Round:
     """One part of every stream."""
 
-    def __init__(self, ranks: Ranks, number: int, part_nbytes: int, sizes_in: Sizes, sizes_out: Sizes) -> None:
+    def __init__(self, number: int, ranks: Ranks, part_nbytes: int, sizes_in: Sizes, sizes_out: Sizes) -> None:
         self._ranks = ranks
         done_nbytes = number * part_nbytes
         self.counts_in: list[int] = np.clip(sizes_in - done_nbytes, 0, part_nbytes).tolist()
         self.counts_out: list[int] = np.clip(sizes_out - done_nbytes, 0, part_nbytes).tolist()
         self._work: AllToAll | None = None
+        self._received = memoryview(b"")
+        self._targets: list[memoryview] = []  # where that belongs, in order; none if it arrives there
 
-    def begin(self, senders: Mapping[int, _Sender], files: Files, sent: memoryview, received: memoryview) -> None:
-        """Read, and begin to send."""
-        self.fill(senders, files, sent)
-        self.send(sent, received)
+    def buffers(self) -> tuple[memoryview, memoryview]:
+        """Memory for what is sent and for what is received."""
+        return memoryview(bytearray(sum(self.counts_out))), memoryview(bytearray(sum(self.counts_in)))
 
     def fill(self, senders: Mapping[int, _Sender], files: Files, sent: memoryview) -> None:
         """Read what this rank sends."""
@@ -233,31 +238,29 @@ class _Round:
                 senders[rank].fill(sent[start : start + count], files)
             start = start + count
 
-    def send(self, sent: memoryview, received: memoryview) -> None:
+    def send(self, receivers: Mapping[int, _Receiver], sent: memoryview, received: memoryview) -> None:
         """Begin to send and to receive."""
         counts_out = self.counts_out
         counts_in = self.counts_in
-        self._work = AllToAll(self._ranks, sent[: sum(counts_out)], counts_out, received[: sum(counts_in)], counts_in)
+        self._received = received[: sum(counts_in)]
+        for rank, count in enumerate(counts_in):
+            if count:
+                self._targets += receivers[rank].take(count)
+        if len(self._targets) == 1:  # all of it is of one stream, and goes into one buffer
+            self._received = self._targets.pop()
+        self._work = AllToAll(self._ranks, sent[: sum(counts_out)], counts_out, self._received, counts_in)
 
     def wait(self) -> None:
         """Wait until what this rank receives is there."""
         assert self._work is not None
         self._work.wait()
 
-    def scatter(self, receivers: Mapping[int, _Receiver], received: memoryview) -> None:
+    def scatter(self) -> None:
         """Put what was received where it belongs."""
         start = 0
-        for rank, count in enumerate(self.counts_in):
-            if count:
-                receivers[rank].scatter(received[start : start + count])
-            start = start + count
-
-
-def _buffers_of(rounds: Sequence[_Round]) -> tuple[memoryview, memoryview]:
-    """Memory for what is sent and what is received."""
-    sent_nbytes = sum(sum(each.counts_out) for each in rounds)
-    received_nbytes = sum(sum(each.counts_in) for each in rounds)
-    return memoryview(bytearray(sent_nbytes)), memoryview(bytearray(received_nbytes))
+        for target in self._targets:
+            target[:] = self._received[start : start + len(target)]
+            start = start + len(target)
 
 
 class AllToAll:
