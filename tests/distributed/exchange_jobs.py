@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,9 +22,10 @@ from elastic_ckpt.io.exchange import Piece, Ranks, exchange
 from elastic_ckpt.io.node_files import NodeFiles
 from elastic_ckpt.storage.view import FolderView, list_folders
 from tests.distributed import truth as oracle
-from tests.distributed.facts import on_all_ranks
-from tests.distributed.model import close
-from tests.distributed.node_jobs import disk_of, engine_of
+from tests.distributed.facts import Loaded, loss_gap, on_all_ranks
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
+from tests.distributed.model import BUILDERS, GLOBAL_BATCH, build_engine, close, train
+from tests.distributed.node_jobs import LOCAL, disk_of, engine_of
 
 #: Of what is exchanged: nothing, less than a round, several rounds of which a failure is looked for in between.
 MOST_NBYTES = [1 << 14, 1 << 16, 1 << 22]
@@ -94,6 +96,33 @@ def load_alike(case: dict[str, Any]) -> list[dict[str, tuple[str, str]]]:
         digests.append(oracle.fingerprint(engine))
         close(engine)
     return [{key: (digest, digests[1][key]) for key, digest in digests[0].items() if digest != digests[1][key]}]
+
+
+def resume_spread(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint whose files are spread over nodes one by one, and compare with the truth; as ``jobs.resume``."""
+    elastic_ckpt.install()
+    folder = Path(case["folder"])
+    names = sorted(set(case["nodes"]))
+    if dist.get_rank() == 0:
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "truth.pt")
+        for number, path in enumerate(files):
+            target = Path(case["scratch"], names[number % len(names)], "run", path.relative_to(folder))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    dist.barrier()
+    setup = replace(case["setup"], config=(*case["setup"].config, *LOCAL))
+    engine = build_engine(setup, BUILDERS[case["model"]](seed=8))
+    engine._config.load_universal_checkpoint = case["format"] == "universal"
+    truth = truth_of(case["folder"])
+    if case["format"] == "dcp":
+        counters = (SAVE_AT, SAVE_AT * GLOBAL_BATCH, 0)
+        truth |= {"counters": counters, "scheduler": engine.lr_scheduler.state_dict()}
+    _, client_state = engine.load_checkpoint(os.path.join(disk_of(case["scratch"], case["nodes"]), "run"))
+    differences = oracle.differences(engine, truth)
+    gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth)
+    found = Loaded(case, where(case), engine.elastic_report, differences, gap, client_state)
+    close(engine)
+    return [found]
 
 
 BULK_NBYTES = 48 << 20

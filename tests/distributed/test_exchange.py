@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cells import Save, Saves
+from tests.distributed.cells import Cell, Save, Saves, cells
 from tests.distributed.conftest import Launch
+from tests.distributed.facts import Loaded
 from tests.distributed.launch import end, environment, free_port, run_ranks, start
 from tests.distributed.model import Setup
 
@@ -20,6 +21,36 @@ from tests.distributed.model import Setup
 def test_each_rank_gets_what_it_wants_or_is_told_why_not(launch: Launch, tmp_path: Path, ranks: int) -> None:
     found = launch(ranks, "exchange_jobs.draw", {"folder": str(tmp_path), "seed": 71, "count": 60})
     assert found == [[]] * ranks
+
+
+def spread(save: Save, setup: Setup, nodes: str, format: str = "native", model: str = "TinyLM") -> Cell:
+    """A load by one rank of each of these nodes, over which the files are spread."""
+    case = {"setup": setup, "nodes": [*nodes], "format": format, "model": model}
+    saved = save.setup if isinstance(save.setup, str) else save.name
+    return Cell(f"{format} {saved} to {setup.name} on {nodes}", save, "exchange_jobs.resume_spread", len(nodes), case)
+
+
+#: FSDP2 trains without clipping.
+UNCLIPPED = Setup(3, config=(("gradient_clipping", 0.0),))
+STAGES = [Setup(stage) for stage in range(4)]
+
+
+@cells(
+    [
+        *(spread(Save(setup), other, "abc") for setup, other in zip(STAGES, STAGES[::-1], strict=True)),
+        *(spread(Save(setup), setup, "ab") for setup in STAGES),
+        spread(Save(Setup(2, "bf16")), Setup(3, "bf16"), "aab"),
+        spread(Save(Setup(1), converted=True), Setup(3), "abc", "universal"),
+        spread(Save(Setup(3), converted=True), Setup(2), "bab", "universal"),
+        spread(Save("plain", 2, "dcp_jobs.save_fsdp"), UNCLIPPED, "abc", "dcp", "UntiedLM"),
+        spread(Save("plain", 2, "dcp_jobs.save_fsdp"), UNCLIPPED, "bba", "dcp", "UntiedLM"),
+    ]
+)
+def test_files_may_be_on_any_nodes(cell: Cell, facts: list[Loaded]) -> None:
+    assert len(facts) == cell.ranks
+    for load in facts:
+        assert load.differences == {} and load.loss_gap < (5e-3 if "bf16" in load.where else 1e-5), load.where
+        assert f"on {len({*cell.case['nodes']})} nodes, of which " in load.text
 
 
 EIGHT_BITS = [Setup(1, optimizer="bnb.AdamW8bit@64"), Setup(3, "bf16", optimizer="bnb.AdamW8bit@64")]
