@@ -162,6 +162,7 @@ def test_a_fallback_folder_without_a_name_is_an_error(folder: str) -> None:
         ("on_change", "ignore"),
         ("on_change", True),
         ("fallback_dirs", "/shared/run"),
+        ("added_rows", ["lm_head(", "head"]),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) -> None:

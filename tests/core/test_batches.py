@@ -126,6 +126,9 @@ def test_elasticity_answers_as_the_installed_deepspeed(data: st.DataObject) -> N
     assert found == expected
 
 
+TWO_PER_NODE = {"max_train_batch_size": 100, "micro_batch_sizes": [2], "version": 0.2, "num_gpus_per_node": 2}
+
+
 @pytest.mark.parametrize(
     ("section", "world_size", "error"),
     [
@@ -136,8 +139,13 @@ def test_elasticity_answers_as_the_installed_deepspeed(data: st.DataObject) -> N
         ({"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [8]}, 4, ConfigError),
         ({"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2], "version": 0.3}, 4, ConfigError),
         ({"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2], "version": 0.1}, 7, MismatchError),
+        ({"enabled": True, **TWO_PER_NODE, "model_parallel_size": 3}, 4, ConfigError),
+        ({"enabled": True, **TWO_PER_NODE}, 0, ConfigError),  # nor is WORLD_SIZE set
     ],
 )
-def test_sections_that_are_refused(section: Any, world_size: int, error: type[Exception]) -> None:
+def test_sections_that_are_refused(
+    section: Any, world_size: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(error):
         compute_elastic_config({"elasticity": section}, "0.14.5", world_size)

@@ -83,3 +83,11 @@ def test_parts_of_given_sizes_and_one_box_in_another_shape() -> None:
 def test_what_is_no_rearrangement_of_boxes_is_an_error(change: Any) -> None:
     with pytest.raises((TypeError, AttributeError, ValueError)):
         change(saved(1, 2, 6, 3)[1])
+
+
+def test_a_tensor_is_cut_into_so_many_rows_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ckpt.core.boxed_tensor._MOST_BOXES", 4)
+    _, tensor = saved(0, 5, 6)
+    assert len(torch.chunk(tensor, 2)[0].boxes) == 1
+    with pytest.raises(ValueError, match="more than 4 rows"):
+        torch.chunk(tensor, 2, 1)

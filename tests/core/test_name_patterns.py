@@ -157,6 +157,27 @@ def test_what_is_no_pattern_is_an_error(pattern: Any) -> None:
         NamePatterns([f"{pattern}.*"])
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?<=a)b+.*",  # looks back
+        r"(?i)(ab|cd)+",
+        r"a(?=b+c|d+e)f*",
+        r"([a-z]{90}){90}.*",  # repeats multiply what is to be matched
+    ],
+)
+def test_what_could_take_forever_is_an_error(pattern: str) -> None:
+    with pytest.raises(ValueError, match="take forever"):
+        NamePatterns([pattern])
+
+
+@pytest.mark.parametrize(("pattern", "name", "matches"), [(r"(?<=x)", "x", False), (r"(?<!x)ab", "ab", True)])
+def test_what_no_automaton_matches_is_left_to_python_where_that_is_quick(
+    pattern: str, name: str, matches: bool
+) -> None:
+    assert NamePatterns([pattern]).matching(name) == ((pattern,) if matches else ())
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_patterns_have_so_many_characters_at_most(more: int) -> None:
     pattern = r"\w+".ljust(name_patterns.LONGEST + more, "a")

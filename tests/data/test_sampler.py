@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from elastic_ckpt.data import ElasticSampler, Trained
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import ConfigError, MismatchError
 from tests.data.engine_counters import Counting
 
 
@@ -227,6 +227,15 @@ def test_without_an_engine_it_counts_epochs() -> None:
         ElasticSampler(5, num_replicas=2)
     with pytest.raises(ValueError, match="0 samples"):
         ElasticSampler(range(0))
+
+
+def test_ranks_that_share_samples_have_to_be_known() -> None:
+    """Those of sequence parallelism are not adjacent."""
+    sampler = ElasticSampler(5)
+    with pytest.raises(ConfigError, match="which ranks share their samples") as caught:
+        sampler.bind(lambda: Trained(0, 2, None, 3), None)
+    assert "num_replicas and rank" in str(caught.value)
+    ElasticSampler(5, num_replicas=2, rank=1).bind(lambda: Trained(0, 2, None, 3), None)
 
 
 def test_a_stateful_data_loader_saves_what_it_gave() -> None:
