@@ -13,7 +13,7 @@ from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, TargetTensor
 from elastic_ckpt.engines import zero
 from elastic_ckpt.engines.compat import swaps_to_nvme
-from elastic_ckpt.engines.zero import Zero3Adapter, _gathering_buckets
+from elastic_ckpt.engines.zero import Zero3Adapter, _gathering_buckets, refuse_unwritable
 from elastic_ckpt.errors import UnsupportedError
 
 
@@ -99,3 +99,24 @@ def test_what_no_test_could_run_on_nvme_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsupportedError, match=r"found: +DeepSpeed 0\.19\.6"):
         swaps_to_nvme(SimpleNamespace(optimizer=SimpleNamespace(params_in_nvme_and_cpu=True)))
     assert not swaps_to_nvme(SimpleNamespace(optimizer=SimpleNamespace(swap_optimizer=False)))
+
+
+QUANTIZED = SimpleNamespace(ds_tensor=SimpleNamespace(ds_quant_scale=torch.ones(1)))
+SWAPPED = SimpleNamespace(ds_tensor=SimpleNamespace(status=zero.PartitionedParamStatus.NOT_AVAILABLE))
+ON_NVME = SimpleNamespace(ds_tensor=SimpleNamespace(final_location=zero.OffloadDeviceEnum.nvme))
+IN_MEMORY = SimpleNamespace(ds_tensor=SimpleNamespace(status=zero.PartitionedParamStatus.AVAILABLE))
+
+
+@pytest.mark.parametrize(
+    ("param", "trains", "words"),
+    [
+        (QUANTIZED, True, "its scales are not in the checkpoint"),
+        (SWAPPED, True, "cannot be written to NVMe"),
+        (ON_NVME, False, "cannot be written to NVMe"),
+    ],
+)
+def test_frozen_parameters_that_cannot_be_written_are_refused_by_name(param: Any, trains: bool, words: str) -> None:
+    refuse_unwritable({"a": IN_MEMORY, "whole": SimpleNamespace()}, trains)
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        refuse_unwritable({"a": IN_MEMORY, "b": param}, trains)
+    assert caught.value.parameter == "b"

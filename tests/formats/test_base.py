@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.base import refuse_other_saves, refuse_swapped
+from elastic_ckpt.errors import DamagedError, ElasticCkptError
+from elastic_ckpt.formats.base import CheckpointInfo, refuse_other_saves, refuse_swapped, refuse_unsupported_folder
+from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from tests.attacks.assembly import packed, records_of
 
@@ -115,3 +116,17 @@ def test_the_first_file_of_another_save_is_refused(shards: list[Shard]) -> None:
         refuse_other_saves(shards, groups)
     assert (caught.value.file, caught.value.found) == ("1", "({'lr': 0.5},)")
     refuse_other_saves([shard for shard in shards if shard.groups is not OTHER.groups], groups)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["bf16_" + SHARD.format(0, "00"), SHARD.format(0, "00")], "two saves are mixed in one folder"),
+        (["layer_00-model_00-model_states.pt", "layer_00_expert_0_mp_rank_00_model_states.pt"], "pipeline parallelism"),
+    ],
+)
+def test_folders_that_no_save_leaves_are_refused_by_their_names(names: list[str], words: str) -> None:
+    files = sort_names([*names, "mp_rank_00_model_states.pt"], False)
+    with pytest.raises(ElasticCkptError, match=words) as caught:
+        refuse_unsupported_folder(CheckpointInfo("native", "/run/step4", "step4", files))
+    assert str(caught.value.file).removeprefix("/run/step4/") in names

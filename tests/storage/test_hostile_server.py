@@ -180,6 +180,7 @@ def test_a_name_longer_than_stores_take_is_an_error(
         (b"<Key>run/", b"<Key>r", "not in this folder"),
         (b"<ETag>e<", b"<ETag>e&#13;&#10;X: 1<", "a version that no request can name"),
         (b"<ETag>e<", b"<ETag>&#27;[31m<", "a version that no request can name"),
+        (b"<ETag>e</ETag>", b"", "gives its files no version"),
     ],
 )
 def test_an_object_that_cannot_be_asked_for_is_an_error(hostile: Hostile, old: bytes, new: bytes, problem: str) -> None:
@@ -192,7 +193,7 @@ def test_an_object_that_cannot_be_asked_for_is_an_error(hostile: Hostile, old: b
     hostile.answer = answer
     with pytest.raises(ElasticCkptError, match=problem) as caught:
         folder_on(hostile).entries()
-    assert caught.value.found and caught.value.remedy
+    assert caught.value.remedy and (caught.value.found or not new)
     assert "\x1b" not in str(caught.value)
 
 

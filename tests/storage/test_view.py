@@ -187,6 +187,13 @@ def test_only_the_tags_that_are_asked_for_are_listed(tmp_path: Path) -> None:
     assert {entry.name for entry in entries} == {name for name in NAMES if not name.startswith("step5")}
 
 
+def test_a_folder_that_no_node_has_is_missing(tmp_path: Path) -> None:
+    write(tmp_path / "a", "step4/optim_0.pt", b"x")
+    view = alone(tmp_path / "a", root=tmp_path)
+    with storage.seen_through(view), pytest.raises(DamagedError, match="missing"):
+        storage.file_names(str(tmp_path / "step5"))
+
+
 def test_what_is_outside_of_the_view_is_read_as_it_is(tmp_path: Path) -> None:
     write(tmp_path / "a", "latest", b"step2")
     write(tmp_path / "seen2", "latest", b"beside")
