@@ -15,7 +15,6 @@ import torch
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.read_plan import Part, ReadItem, ReadPlan, RequantizeItem
-from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, StagedBatch, parts_of, reads_into, scales_of, sort_reads
 from elastic_ckpt.io.exchange import Piece, Ranks, exchange
 from elastic_ckpt.io.node_files import NodeFiles
@@ -67,21 +66,19 @@ class _ExchangedReads:
         if not counts:
             return False
         lacking_nbytes = sum(transfer.read_nbytes for group in self._groups for transfer in group)
-        errors: Mapping[int, ElasticCkptError] = {}
         arrived: list[_Transfer] = []
         with progress_bar("elastic_ckpt", lacking_nbytes, self._options.progress, leave=False) as bar:
             for _ in range(max(counts)):
                 wanted: dict[int, list[Piece]] = {}
                 with distributed.agree(self._doing):
-                    bar.update(self._finish(arrived, errors))
+                    bar.update(self._finish(arrived))
                     arrived = self._groups.pop(0) if self._groups else []
                     for transfer in arrived:
                         for holder, piece in transfer.pieces():
                             wanted.setdefault(holder, []).append(piece)
-                with distributed.together(self._doing):
-                    errors = exchange(self._ranks, wanted, self._files, self._options.staging_nbytes // 2)
+                exchange_all(self._doing, self._ranks, wanted, self._files, self._options.staging_nbytes // 2)
             with distributed.agree(self._doing):
-                bar.update(self._finish(arrived, errors))
+                bar.update(self._finish(arrived))
         return True
 
     def _begin_part(self) -> int | None:
@@ -97,10 +94,8 @@ class _ExchangedReads:
         self._groups = [*_grouped(transfers, self._options.staging_nbytes // 2)]
         return len(self._groups)
 
-    def _finish(self, arrived: Iterable[_Transfer], errors: Mapping[int, ElasticCkptError]) -> int:
-        """Put what has arrived into the tensors; returns its bytes. Raises why others did not get theirs. Local."""
-        for error in errors.values():
-            raise error
+    def _finish(self, arrived: Iterable[_Transfer]) -> int:
+        """Put what has arrived into the tensors; returns its bytes. Local."""
         nbytes = 0
         for transfer in arrived:
             done = transfer.finish(self._sums)
@@ -120,8 +115,16 @@ def check_elsewhere(doing: str, view: FolderView, plan: ReadPlan, most_nbytes: i
             place = holder_of(plan.files[file].path)
             if place is not None and plan.files[file].nbytes:
                 wanted.setdefault(place[0], []).append(Piece(place[1], 0, [memoryview(bytearray(1))]))
-    with closing(NodeFiles(view)) as files, distributed.together(doing):
-        errors = exchange(Ranks(), wanted, files, most_nbytes)
+    with closing(NodeFiles(view)) as files:
+        exchange_all(doing, Ranks(), wanted, files, most_nbytes)
+
+
+def exchange_all(
+    doing: str, ranks: Ranks, wanted: Mapping[int, Sequence[Piece]], files: NodeFiles, most_nbytes: int
+) -> None:
+    """:func:`exchange` of the job's ranks; if a holder cannot read a range, all raise its error. Collective."""
+    with distributed.together(doing):
+        errors = exchange(ranks, wanted, files, most_nbytes)
     with distributed.agree(doing):
         for error in errors.values():
             raise error

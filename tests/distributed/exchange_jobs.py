@@ -17,7 +17,7 @@ import deepspeed
 import torch.distributed as dist
 
 import elastic_ckpt
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.io.exchange import Piece, Ranks, exchange
 from elastic_ckpt.io.node_files import NodeFiles
 from elastic_ckpt.storage.view import FolderView, list_folders
@@ -125,6 +125,33 @@ def resume_spread(case: dict[str, Any]) -> list[Loaded]:
     return [found]
 
 
+def fail_in_a_round(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """Load while one rank can no longer read what others want of its node's files; which error each rank raises."""
+    elastic_ckpt.install()
+    disk = os.path.join(disk_of(case["folder"], case["nodes"]), "run")
+    engine = engine_of(case)
+    read = NodeFiles.read
+    left = case["after"]
+
+    def until(files: NodeFiles, file: int, byte_offset: int, buffer: memoryview) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise DamagedError("a disk fails", f"file {file}", remedy="none")
+        read(files, file, byte_offset, buffer)
+
+    if dist.get_rank() == case["fails"]:
+        NodeFiles.read = until  # type: ignore[method-assign]
+    try:
+        engine.load_checkpoint(disk)
+        found = ("", "")
+    except ElasticCkptError as error:
+        found = (type(error).__name__, str(error))
+    NodeFiles.read = read  # type: ignore[method-assign]
+    close(engine)
+    return [found]
+
+
 BULK_NBYTES = 48 << 20
 
 
@@ -165,6 +192,7 @@ def end_while_copying(case: dict[str, Any]) -> list[str]:
     deepspeed.init_distributed(dist_backend="gloo")
     folder = _node_of(case, "step1")
     copies = elastic_ckpt.replicate(folder, "step1")
+    dist.barrier()  # all have the group by now
     if case["how"] == "destroy":
         dist.destroy_process_group()
     if case["how"] == "kill" and dist.get_rank() == 1:

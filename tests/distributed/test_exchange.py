@@ -68,6 +68,18 @@ def test_blocks_that_are_quantized_again_are_those_of_one_folder(
         assert found == [{}] * 3
 
 
+@pytest.mark.parametrize("after", [0, 1, 5, 9])
+def test_a_range_that_its_holder_cannot_read_is_one_error(
+    launch: Launch, saves: Saves, tmp_path: Path, after: int
+) -> None:
+    save = Save(EIGHT_BITS[0], 4, "node_jobs.save_each", {"nodes": [*"aabb"], "without_truth": True})
+    folder = shutil.copytree(saves.folder(save), tmp_path / "run")
+    case = {"folder": str(folder), "setup": EIGHT_BITS[1], "nodes": [*"aba"], "fails": 1, "after": after}
+    (found,) = set(launch(3, "exchange_jobs.fail_in_a_round", case))
+    kind, text = found
+    assert kind in ("DamagedError", "PartialLoadError") and "a disk fails" in text and "rank:      1" in text, found
+
+
 def test_copies_are_made_while_the_training_goes_on(launch: Launch, tmp_path: Path) -> None:
     found = launch(3, "exchange_jobs.copy_beside_training", {"folder": str(tmp_path)})
     assert all(steps >= 5 and right == [True] * 3 for steps, right in found), found
