@@ -23,8 +23,8 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.load.flow import RankPlan
 from elastic_ckpt.load.metadata import in_turn, read_my_share
+from elastic_ckpt.load.rank_plans import RankPlan
 from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import RankWork, ReadStats

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +16,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.read_plan import NO_SHARE, LoadPlan, Outcome, RestoredShare
+from elastic_ckpt.core.read_plan import NO_SHARE, LoadPlan, Outcome
 from elastic_ckpt.core.resume_sheet import ResumeSheet
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat, training_state
@@ -28,7 +26,6 @@ from elastic_ckpt.engines.extra_states import set_extra_states
 from elastic_ckpt.errors import (
     CommunicationError,
     ElasticCkptError,
-    MismatchError,
     PartialLoadError,
     SavedOverError,
     errors_of_file,
@@ -36,25 +33,24 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.same_save import steps_not_counted
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
-from elastic_ckpt.io.compare_replicas import Drift, comparisons, find_drift, judge_drift, options_of_comparisons
-from elastic_ckpt.io.exchanged_reads import check_elsewhere, exchange_parts
-from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
+from elastic_ckpt.io.exchanged_reads import exchange_parts
+from elastic_ckpt.io.reader import ReadSums, exchange_shares, execute
 from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers, with_other_schedulers
-from elastic_ckpt.load.extra_states import files_of, read_extra_states
+from elastic_ckpt.load.extra_states import read_extra_states
 from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.publishing import publish
+from elastic_ckpt.load.rank_plans import RankPlan, agree_on_plans
 from elastic_ckpt.load.resume_sheet import compare_run, sheet_to_compare
 from elastic_ckpt.load.scheduler_hook import check_client_schedulers, expect_schedulers
 from elastic_ckpt.load.trainer_hook import splits_batches
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
-from elastic_ckpt.storage import VIEW, medium_of
+from elastic_ckpt.storage import VIEW
 from elastic_ckpt.storage.local import look_again, moved
-from elastic_ckpt.storage.media import UNKNOWN, Medium
-from elastic_ckpt.storage.view import FolderView
+from elastic_ckpt.storage.media import Medium
 
 logger = logger_of(__name__)
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
@@ -76,39 +72,6 @@ class LoadCall:
     engine: Any
     arguments: training_state.LoadArguments
     config: ElasticConfig
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What the other ranks need to know of a rank's plan."""
-
-    mp_rank: int  # tensor- and pipeline-parallel
-    digest: str  # equal on ranks that divide replicated tensors in the same way
-    differences: Sequence[Drift]  # of replicas in this rank's share of the comparisons
-    may_differ: frozenset[str]  # the parameters that may; only ranks of their stage know
-    notes: tuple[str, ...]
-    runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
-    medium: Medium = UNKNOWN  # where the files are
-    share: RestoredShare = NO_SHARE  # of the weights that this rank holds
-    #: What the modules of this rank take beside parameters and buffers: whether any takes some, and the files of it.
-    sets_extra_states: bool = False
-    files_of_extra_states: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, plan: LoadPlan, mp_rank: int, config: ElasticConfig, folder: str, runs_code: bool = False) -> RankPlan:
-        """Check the files that a plan reads, and compare this rank's share of the replicas in them."""
-        check_files(plan.reads)
-        medium = medium_of(folder, config.reading.storage)
-        view = VIEW.get()
-        differences: Sequence[Drift] = ()
-        if view is None or not view.is_shared:
-            differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config, medium))
-        look_again(reopen=False)
-        shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
-        digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
-        notes = (*plan.notes, *(() if view is None else view.notes))
-        extra = bool(plan.extra_states), files_of(plan.extra_states)
-        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium, plan.share, *extra)
 
 
 @dataclass(frozen=True)
@@ -199,38 +162,9 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     )
 
 
-def agree_on_plans(
-    make_plan: Callable[[], RankPlan], plan_made: Callable[[], LoadPlan], config: ElasticConfig
-) -> tuple[list[RankPlan], tuple[str, ...], Medium]:
-    """The plans of all ranks, their notes, and where the files are: a network if any rank says so. Collective.
-
-    ``plan_made``: the plan of this rank, once ``make_plan`` has returned what the others need to know of it.
-    """
-    everybody = distributed.all_gather("plan the load", make_plan)
-    _refuse_different_shares(everybody)
-    if (view := VIEW.get()) is not None and view.is_shared:
-        everybody = _compared_elsewhere(view, everybody, plan_made(), config)
-    with distributed.deterministic("judge copies of replicated parameters"):
-        return everybody, _notes(everybody, config), max(each.medium for each in everybody)
-
-
 def _compares_run(call: LoadCall) -> bool:
     """Whether this rank compares the saved run with this one, for the report."""
     return call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
-
-
-def _compared_elsewhere(
-    view: FolderView, everybody: Sequence[RankPlan], plan: LoadPlan, config: ElasticConfig
-) -> list[RankPlan]:
-    """Look at the files of other nodes, and compare replicas in them, which takes collectives. Collective."""
-    doing = "compare copies of replicated parameters"
-    options = read_options(config, max(each.medium for each in everybody))
-    check_elsewhere(doing, view, plan.reads, options.staging_nbytes)
-    found: list[Drift] = []
-    parts = comparisons(plan.reads.files, plan.replica_checks, options, found)
-    exchange_parts(doing, view, parts, options_of_comparisons(options))
-    of_all = distributed.all_gather(doing, lambda: found)
-    return [replace(each, differences=drifts) for each, drifts in zip(everybody, of_all, strict=True)]
 
 
 def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -249,26 +183,6 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
         warnings += metadata.warnings
         warnings += training_state.warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
     return warnings
-
-
-def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
-    """All ranks' notes, and about replicas that differ; the same :class:`MismatchError` on all if these may not."""
-    notes = tuple(dict.fromkeys(chain.from_iterable(each.notes for each in everybody)))
-    differences = [difference for each in everybody for difference in each.differences]
-    may_differ = frozenset[str]().union(*(each.may_differ for each in everybody))
-    return notes + (judge_drift(differences, may_differ, config.replicated_params) if differences else ())
-
-
-def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
-    """Refuse if ranks of one model-parallel rank divide replicated tensors differently, which would deadlock."""
-    first: dict[int, tuple[int, str]] = {}
-    for rank, other in enumerate(everybody):
-        reference, expected = first.setdefault(other.mp_rank, (rank, other.digest))
-        if other.digest != expected:
-            problem = "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree"
-            same = "the same names, sizes and dtypes on every rank"
-            found = f"rank {rank} differs from rank {reference}"
-            raise MismatchError(problem, None, same, found, remedy="build the same model on every rank", rank=rank)
 
 
 def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:

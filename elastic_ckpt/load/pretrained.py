@@ -42,6 +42,7 @@ from elastic_ckpt.load import flow
 from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_remedies import with_ways_for_weights
+from elastic_ckpt.load.rank_plans import RankPlan, agree_on_plans
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import size
@@ -161,16 +162,16 @@ class PretrainedLoad:
         own: list[WeightsFile] = []
         planned: list[tuple[LoadPlan, LiveWeights]] = []
 
-        def make_plan() -> flow.RankPlan:
+        def make_plan() -> RankPlan:
             own.extend(self._own(files, folder, digests))
             weights = self._weights(own, local_state)
             config = self.config.model_copy(update={"rename": []})  # names are those of the module by now
             options = LoadOptions.of(config, optimizer_states=False, strict=False)
             plan = plan_load(weights.metadata, local_state, options)
             planned.append((plan, weights))
-            return flow.RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, own[0].path)
+            return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, own[0].path)
 
-        _, notes, medium = flow.agree_on_plans(make_plan, lambda: planned[0][0], self.config)
+        _, notes, medium = agree_on_plans(make_plan, lambda: planned[0][0], self.config)
         plan, weights = planned[0]
         return replace(plan, notes=notes), weights, own, medium
 

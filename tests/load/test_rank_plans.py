@@ -12,7 +12,7 @@ from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, ReplicaCheck
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Drift
-from elastic_ckpt.load.flow import RankPlan, _notes, _refuse_different_shares, agree_on_plans
+from elastic_ckpt.load.rank_plans import RankPlan, _notes, _refuse_different_shares, agree_on_plans
 from elastic_ckpt.storage.media import Medium
 
 DRIFTED = Drift(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5)
