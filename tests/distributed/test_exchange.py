@@ -94,7 +94,7 @@ def test_a_process_that_ends_while_it_copies_ends_as_any_other(tmp_path: Path, e
         command = [sys.executable, "-m", "tests.distributed.exchange_jobs", str(tmp_path)]
         processes.append(start(command, env, tmp_path / f"{rank}.log"))
     try:
-        codes = [process.wait(120) for process in processes]
+        codes = [process.wait(240) for process in processes]
     finally:
         for process in processes:
             end(process)
@@ -107,7 +107,7 @@ LEFT = "tests.distributed.exchange_jobs:end_while_copying"
 
 def test_who_leaves_the_process_group_is_told_that_copies_may_lack(tmp_path: Path, extensions_dir: str) -> None:
     case = {"folder": str(tmp_path), "how": "destroy"}
-    found = run_ranks(2, LEFT, case, extensions_dir, timeout=60)
+    found = run_ranks(2, LEFT, case, extensions_dir, timeout=240)
     assert len(found) == 2 and all(text == "" or "no longer answers" in text for text in found), found
     whole = list(tmp_path.rglob(".replicas/step1/*.pt"))
     assert len(whole) == found.count("") and not [*tmp_path.rglob("*.partial")]
@@ -115,7 +115,7 @@ def test_who_leaves_the_process_group_is_told_that_copies_may_lack(tmp_path: Pat
 
 def test_the_end_of_a_node_ends_the_wait_for_its_copies(tmp_path: Path, extensions_dir: str) -> None:
     case = {"folder": str(tmp_path), "how": "kill"}
-    found = run_ranks(3, LEFT, case, extensions_dir, timeout=60, killed=1)
+    found = run_ranks(3, LEFT, case, extensions_dir, timeout=240, killed=1)
     assert len(found) == 2
     for text in found:
         assert "no longer answers" in text or "a collective failed" in text, text
