@@ -34,8 +34,8 @@ _MOST_TIED = 4
 _MOST_STEPS = 1 << 22
 
 
-class _TooManySteps(Exception):
-    """The stages of a pipeline could be divided in more ways than are looked at."""
+class _NotLookedAt(Exception):
+    """The stages of a pipeline could be divided in ways that are not looked at, which may fit or not."""
 
 
 @dataclass
@@ -45,10 +45,10 @@ class _Steps:
     left: int
 
     def take(self, count: int) -> None:
-        """Raise :class:`_TooManySteps` where there are not so many."""
+        """Raise :class:`_NotLookedAt` where there are not so many."""
         self.left -= count
         if self.left < 0:
-            raise _TooManySteps
+            raise _NotLookedAt
 
 
 class StateNames:
@@ -164,7 +164,7 @@ class _Division:
             return False
         try:
             others = self._ways(folded=True) if self.is_consecutive() else self.ways()
-        except _TooManySteps:  # none of these is known not to be it
+        except _NotLookedAt:  # none of these is known not to be it
             return True
         return any(_members(way) != _members(named) for way in others)
 
@@ -189,7 +189,7 @@ class _Division:
         """The names of all members if a single division gives each stage what it numbers; ``None`` if others do too."""
         try:
             ways = self.ways()
-        except _TooManySteps:
+        except _NotLookedAt:
             return None
         return ways[0] if len(ways) == 1 else None
 
@@ -204,19 +204,22 @@ class _Division:
         return [*consecutive, *(way for way in self._ways(folded=True) if way not in consecutive)]
 
     def _ways(self, folded: bool) -> list[list[NamedStates]]:
-        """Two :meth:`ways` at most, of consecutive layers, or ``folded`` as DualPipeV's."""
+        """Two :meth:`ways` at most, of consecutive layers, or ``folded`` as DualPipeV's.
+
+        Raises :class:`_NotLookedAt` where there may be others: of an order of the user's own, of many tied modules.
+        """
         group_of = self._trained()
         first = self.stages[0]
         orders = ([self._positions[name] for name in group] for stage in self.live for group in stage.groups)
         if not all(order == sorted(order) for order in orders):
-            return []
+            raise _NotLookedAt
         owned: dict[str, list[str]] = {}
         for name in filter(group_of.__contains__, first.weights):
             owner = _OWNER.match(name)
             owned.setdefault(owner.group() if owner else name, []).append(name)
         tied = {owner: names for owner, names in owned.items() if owner.startswith(TIED_MODULES)}
         if len(tied) > _MOST_TIED:
-            return []
+            raise _NotLookedAt
         layers = [names for owner, names in owned.items() if owner not in tied]
         # by the layers that are left and the tied modules that are placed
         found: dict[tuple[range, frozenset[str]], list[list[NamedStates]]] = {

@@ -175,15 +175,28 @@ def test_a_tied_module_that_may_be_on_several_stages_leaves_the_names_open() -> 
     assert named(saved, live) is None
 
 
-def test_an_order_of_the_users_own_is_only_known_on_its_stages() -> None:
+def in_own_order(may_be_folded: bool) -> tuple[LocalState, NumberedStates, tuple[str, ...]]:
+    """A live pipeline whose optimizer has an order of its own, what it saved of its first stage, and that order."""
     saved = Pipeline((KINDS[1],) * 4, (2,))
     names = ("1.bias", "0.weight", "0.bias", "1.weight")
     live = saved.live()
     own = replace(live, stages=(replace(live.stages[0], groups=(names,)), live.stages[1]))
-    shapes = [[saved.weights[name] for name in names], *saved.numbered()[1].shapes]
-    stages = [replace(each, shapes=[shape]) for each, shape in zip(saved.numbered(), shapes, strict=True)]
-    found = StateNames(own)(replace(stages[0], stages=stages))
+    numbered = saved.numbered(may_be_folded=may_be_folded)
+    shapes = [[saved.weights[name] for name in names], *numbered[1].shapes]
+    stages = [replace(each, shapes=[shape]) for each, shape in zip(numbered, shapes, strict=True)]
+    return own, replace(stages[0], stages=stages), names
+
+
+def test_an_order_of_the_users_own_is_only_known_on_its_stages() -> None:
+    own, saved, names = in_own_order(may_be_folded=False)
+    found = StateNames(own)(saved)
     assert found is not None and found[0] == [list(names)]
+
+
+def test_an_order_of_the_users_own_is_not_taken_where_dualpipev_may_have_had_it() -> None:
+    own, saved, _ = in_own_order(may_be_folded=True)
+    with pytest.raises(MismatchError, match="DualPipeVModule"):
+        StateNames(own)(saved)
 
 
 def test_an_order_of_the_users_own_is_not_continued_over_other_stages() -> None:
@@ -299,6 +312,15 @@ def test_stages_that_fit_are_not_taken_where_not_all_others_could_be_looked_at(m
     assert named(saved, saved, may_be_folded=True) == truth(saved)
     monkeypatch.setattr(stage_names, "_MOST_STEPS", 10, raising=False)
     assert named(saved, saved, may_be_folded=True) is None
+
+
+def test_stages_with_many_tied_modules_are_not_taken_where_others_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = Pipeline((None, *(KINDS[0],) * 3), (2,))
+    monkeypatch.setattr(stage_names, "_MOST_TIED", 0)
+    assert named(saved, saved, may_be_folded=True) is None
+    assert named(saved, saved) == truth(saved), "of DeepSpeed before 0.19.8"
 
 
 def test_buffers_of_a_pipeline_are_met_once_for_all_its_weights() -> None:
