@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 _parser = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
@@ -114,12 +115,18 @@ class NamePatterns:
             raise ValueError(f"its patterns take too long to match, {pattern[:40]!r} among them")
 
 
-def matches_whole(pattern: str, name: str) -> bool:
-    """Whether a pattern matches all of a name (as ``re.fullmatch`` decides); not if that could take too long."""
+def matches_whole(pattern: str, name: str) -> bool | None:
+    """Whether a pattern matches all of a name (as ``re.fullmatch`` decides); ``None`` if that could take too long."""
+    matcher = _matcher_of(pattern)
+    return None if matcher is None else matcher.match(name, is_whole=True)[0]
+
+
+@lru_cache(maxsize=256)
+def _matcher_of(pattern: str) -> _Matcher | None:
     try:
-        return _Matcher(pattern).match(name, is_whole=True)[0]
+        return _Matcher(pattern)
     except ValueError:
-        return False
+        return None
 
 
 class _Matcher:

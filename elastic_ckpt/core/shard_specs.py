@@ -24,6 +24,7 @@ from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns, matches_whole
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import pattern_without_hidden
+from elastic_ckpt.errors import ConfigError
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
 COLUMN: Kind = "column"
@@ -35,7 +36,7 @@ SUMMED: Kind = "summed"
 AMBIGUOUS: Kind = "whole_only"
 #: Kinds with which every rank holds the whole parameter.
 REPLICATED_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
-#: Characters of a name that :mod:`re` may try in several ways: of longer ones, a checkpoint has chosen each.
+#: Characters of a name that :mod:`re` may try in several ways: a checkpoint has chosen each.
 _LONGEST_BACKTRACKED = 256
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 #: Origin of specs that the user gave.
@@ -122,9 +123,19 @@ class ShardSpec(BaseModel):
         return self.cut_dim != other.cut_dim or (None not in parts and parts[0] != parts[1])
 
     def applies(self, name: str, run: Mapping[str, Any]) -> bool:
-        """Whether it applies to a parameter of a run with these arguments."""
-        is_long = len(name) > _LONGEST_BACKTRACKED
-        if not (matches_whole(self.pattern, name) if is_long else re.fullmatch(self.pattern, name)):
+        """Whether it applies to a parameter of a run with these arguments.
+
+        Raises :class:`ConfigError` if it takes :mod:`re` to tell, and the name is too long for it.
+        """
+        matches = matches_whole(self.pattern, name)
+        if matches is None and len(name) > _LONGEST_BACKTRACKED:
+            problem = f"the pattern {self.pattern[:40]!r} of a tensor-parallel rule could take forever to match"
+            found = f"the name {name[:40]!r}..., of {len(name)} characters"
+            remedy = "write it without flags, assertions about what is before, and groups that are referred to"
+            raise ConfigError(
+                problem, None, f"names of at most {_LONGEST_BACKTRACKED} characters", found, remedy=remedy
+            )
+        if not (re.fullmatch(self.pattern, name) if matches is None else matches):
             return False
         allowed = {key: wanted if isinstance(wanted, list) else [wanted] for key, wanted in self.when.items()}
         return all(key in run and run[key] in values for key, values in allowed.items())

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from elastic_ckpt.core.name_patterns import matches_whole
 from elastic_ckpt.core.shard_specs import CannotSplit, DeclaredSpecs, ShardSpec, declared_by, layout_of_affine
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import ConfigError
@@ -433,3 +434,26 @@ def test_a_rule_applies_to_long_names_in_work_that_is_counted(monkeypatch: pytes
     monkeypatch.delattr("re.fullmatch")
     assert rule.applies(f"{experts * 5_000}0", {})
     assert not rule.applies(f"{experts * 5_000}\n", {})
+
+
+def test_a_rule_of_nested_repetition_is_matched_in_time() -> None:
+    """Python's ``re`` takes twice as long with each character of the name."""
+    rule = ShardSpec(pattern=r"(?:(\w+)*\.)*attn", kind="column")
+    assert not rule.applies("a" * 200 + "!", {})
+    assert rule.applies("a.b.attn", {})
+
+
+def test_a_rule_that_takes_re_is_refused_for_a_long_name() -> None:
+    """It did not apply, without a word."""
+    rule = ShardSpec(pattern=r"(.+)\.(?<=x\.)(weight|bias)", kind="column")
+    assert rule.applies("x.weight", {}) and not rule.applies("y.weight", {})
+    with pytest.raises(ConfigError, match="could take forever"):
+        rule.applies("x." * 200 + "weight", {})
+    flags = ShardSpec(pattern=r"(?i)WEIGHT.*", kind="column")
+    assert flags.applies("weight" * 100, {}), "a single repeat"
+
+
+def test_no_rule_of_the_package_takes_re() -> None:
+    for path in sorted((Path(__file__).parents[2] / "configs" / "rules").glob("*.json")):
+        for rule in Preset.load(str(path)).rules:
+            assert matches_whole(rule.pattern, "name") is not None, (path.name, rule.pattern)
