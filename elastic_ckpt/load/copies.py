@@ -20,7 +20,7 @@ import torch.distributed as dist
 from isal import isal_zlib
 
 from elastic_ckpt.core.text import one_line
-from elastic_ckpt.errors import CommunicationError, DamagedError, ElasticCkptError
+from elastic_ckpt.errors import CommunicationError, DamagedError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.detect import LATEST
 from elastic_ckpt.io.exchange import Piece, Ranks, exchange
 from elastic_ckpt.io.node_files import NodeFiles
@@ -70,7 +70,7 @@ class Copying(threading.Thread):
         self._originals = _Originals(FolderView(folder, [listing]))
         self._path = self._folder  # that it is at
         self._leaves = False
-        self.error: ElasticCkptError | None = None
+        self.error: Exception | None = None
         self.has_made_its_own = threading.Event()  # or failed to
 
     def run(self) -> None:
@@ -85,6 +85,8 @@ class Copying(threading.Thread):
             remedy = "its process ended or failed, or destroyed the process group before wait(): see the other logs"
             found = one_line(str(error))
             self.error = self.error or CommunicationError(problem, self._path, found=found, remedy=remedy)
+        except Exception as error:  # wait() raises it
+            self.error = self.error or error
         finally:
             requests.close()
             self._originals.close()
@@ -120,6 +122,8 @@ class Copying(threading.Thread):
             remedy = "free memory there, or keep fewer tags" if is_full else "remove what is there, and replicate again"
             found = f"{type(failure).__name__}: {failure.strerror}"
             self.error = ElasticCkptError("a copy could not be written", self._path, found=found, remedy=remedy)
+        except Exception as failure:  # any other, too, since this thread must go on to answer other nodes
+            self.error = failure
         self.has_made_its_own.set()
         return None
 
@@ -178,10 +182,18 @@ class _Originals(NodeFiles):
     """This node's files; ``~number`` in place of a number: the four bytes of the file's CRC32."""
 
     def read(self, file: int, byte_offset: int, buffer: memoryview) -> None:
-        if file >= 0:
-            super().read(file, byte_offset, buffer)
-            return
-        number = ~file
+        try:
+            if file >= 0:
+                super().read(file, byte_offset, buffer)
+            else:
+                buffer[:] = self._crc32(~file).to_bytes(_CRC32_NBYTES, "big")
+        except ElasticCkptError:
+            raise
+        except Exception as error:  # whoever asked is told of any, since this thread must go on to answer others
+            problem = f"failed to read a file for another node: {type(error).__name__}: {one_line(str(error))}"
+            raise UnforeseenError(problem, self._view.own_path(file if file >= 0 else ~file)) from error
+
+    def _crc32(self, number: int) -> int:
         crc32 = 0
         chunk = memoryview(bytearray(_CHUNK_NBYTES))
         nbytes = self.nbytes(number)
@@ -189,7 +201,7 @@ class _Originals(NodeFiles):
             part = chunk[: nbytes - start]
             super().read(number, start, part)
             crc32 = isal_zlib.crc32(part, crc32)
-        buffer[:] = crc32.to_bytes(_CRC32_NBYTES, "big")
+        return crc32
 
 
 def _refuse_without_space(folder: int, path: str, nbytes: int) -> None:

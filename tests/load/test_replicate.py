@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ckpt import replicate
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
+from elastic_ckpt.io.node_files import NodeFiles
 from elastic_ckpt.load.copies import Copying, Original
 from elastic_ckpt.storage import Entry, file_names, walk
 from elastic_ckpt.storage.view import NodeListing
@@ -239,6 +240,28 @@ def test_a_file_that_is_larger_than_the_space_for_it_is_refused_at_once(tmp_path
     copying = copied(tmp_path, "step1/file.pt")
     assert copying.error is not None and "free" in str(copying.error.found)
     assert not list((tmp_path / ".replicas").rglob("*.pt*"))
+
+
+def test_what_no_one_has_foreseen_ends_no_thread_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other nodes waited for its answers until the group's timeout, and never heard of the cause."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    source = tmp_path / "source" / "step1" / "file.pt"
+    source.parent.mkdir(parents=True)
+    source.write_bytes(b"abc")
+    copying = copied(tmp_path, "step1/file.pt")
+    monkeypatch.setattr(NodeFiles, "read", fail)
+    for number in (0, ~0):
+        with pytest.raises(ElasticCkptError, match="for another node: MemoryError") as raised:
+            copying._originals.read(number, 0, memoryview(bytearray(4)))
+        assert raised.value.file == str(source)
+    monkeypatch.setattr(Copying, "_make_alike", lambda _: (fail() for _ in "a"))
+    copying.run()
+    assert isinstance(copying.error, MemoryError) and copying.has_made_its_own.is_set()
 
 
 def test_more_copies_than_nodes_are_told(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
