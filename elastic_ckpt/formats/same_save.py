@@ -189,7 +189,7 @@ def compare_counts(
     step = {0}
     if kind != PLAIN:  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
         step = {1} if scalers else {0, 1}
-    elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
+    elif () < tuple(map(int, re.findall(r"\d{1,9}", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
         step = {0, 1}
     explained: Mapping[str, Set[int]] = {"step": step, "cur_iter": {0}, **recorded.ahead}
     odd_steps = {each - expected for each in steps} - set(explained["step"])

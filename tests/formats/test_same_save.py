@@ -90,6 +90,7 @@ RECORDED = {"step": frozenset({-4}), "cur_iter": frozenset({-2})}
         (3, saved(TWO, states=()), model_of(7), BESIDE),
         (1, saved(TWO, states=(), hyperparameters=({"lr": 1.0},)), model_of(1), BESIDE),
         (1, at_steps(8.0), model_of(7, version="0.12.6"), BESIDE),
+        (1, at_steps(7.0), model_of(7, version="9" * 5000), BESIDE),  # more digits than Python makes a number of
         (3, at_steps(3.0), model_of(7, ahead=RECORDED), BESIDE),
         (3, at_steps(3.0), model_of(7, ahead=RECORDED), [scaler(5)]),
         (0, at_steps(8.0), model_of(7, kind=FUSED), ()),
