@@ -88,7 +88,7 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
     meant = (os.path.normpath(str(tag)), copies, keep)
 
     def begin() -> tuple[Node, tuple[str, int, int | None]]:
-        if not isinstance(folder, (str, os.PathLike)):
+        if not isinstance(folder, (str, os.PathLike)) or "\0" in os.fsdecode(folder):
             raise ConfigError("this is no folder", None, "the folder that save_checkpoint was given", repr(folder))
         place = os.path.abspath(folder)
         name = meant[0]

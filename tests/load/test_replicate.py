@@ -166,7 +166,7 @@ def test_a_tag_that_cannot_be_removed_is_an_error_that_names_it(memory: Path, mo
     assert tags(memory) == ["step1", "step2", "step3", "step4"]
 
 
-@pytest.mark.parametrize("folder", [None, 5, ["run"]], ids=repr)
+@pytest.mark.parametrize("folder", [None, 5, ["run"], "run\0"], ids=repr)
 def test_what_is_no_path_is_refused(folder: Any) -> None:
     with pytest.raises(ConfigError, match="this is no folder"):
         replicate(folder, "step4")
