@@ -318,13 +318,13 @@ def _members(division: Sequence[NamedStates]) -> list[list[list[str | None]]]:
 
 
 def _of_either_class(stages: Sequence[NumberedStates]) -> MismatchError:
-    """The error for states that two divisions fit; no :class:`UnsupportedError`, since DeepSpeed goes by position."""
+    """The error for states that two divisions may fit; no :class:`UnsupportedError`: DeepSpeed goes by position."""
     problem = (
-        "without ZeRO, each pipeline rank numbers its optimizer states, and they fit two divisions of the layers: "
+        "without ZeRO, each pipeline rank numbers its optimizer states, and they may fit two divisions of the layers: "
     )
     problem += "that of a PipelineModule and that of a DualPipeVModule, or two of the latter"
     expected = "layers of shapes that tell them apart, fp16 or bf16, ZeRO-1, or an optimizer of named_parameters()"
-    found = f"{counted(len(stages), 'pipeline rank')} of layers of the same shapes, saved by DeepSpeed 0.19.8 or later"
+    found = f"{counted(len(stages), 'pipeline rank')} saved by DeepSpeed 0.19.8 or later"
     itself = replace(BY_DEEPSPEED, when="if the class of the pipeline and its partition_method are those of the save")
     return MismatchError(problem, stages[0].path, expected, found, remedy=(itself, WEIGHTS_ALONE))
 
