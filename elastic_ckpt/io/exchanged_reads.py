@@ -17,12 +17,11 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.read_plan import Part, ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, StagedBatch, parts_of, reads_into, scales_of, sort_reads
 from elastic_ckpt.io.exchange import Piece, Ranks, exchange
-from elastic_ckpt.io.node_files import NodeFiles
+from elastic_ckpt.io.node_files import NodeFiles, fill
 from elastic_ckpt.io.reader import ReadSums, check_copied_scales, execute, naming_values
 from elastic_ckpt.io.staging import StagingBuffers, requantize
 from elastic_ckpt.report import ReadStats, progress_bar
 from elastic_ckpt.storage import holder_of, open_ranges
-from elastic_ckpt.storage.local import named_os_errors
 from elastic_ckpt.storage.view import FolderView
 
 #: Of a plan's files that other nodes have, which rank reads each, and its number there.
@@ -242,7 +241,9 @@ def _requantized(plan: ReadPlan, item: RequantizeItem, tensors: Sequence[torch.T
         for file, byte_offset, nbytes in sorted(ranges):
             raw = memory[file, byte_offset, nbytes] = bytearray(nbytes)
             if file not in holders:
-                _read_here(plan.files[file].path, byte_offset, memoryview(raw))
+                path = plan.files[file].path
+                with closing(open_ranges(path)) as here:
+                    fill(path, here, byte_offset, memoryview(raw))
             reads.append((file, byte_offset, nbytes, (memoryview(raw),)))
         return reads
 
@@ -254,13 +255,3 @@ def _requantized(plan: ReadPlan, item: RequantizeItem, tensors: Sequence[torch.T
 
     nbytes = sum(nbytes for _, _, nbytes in ranges)
     return _Transfer(nbytes, nbytes, holders, begin, end)
-
-
-def _read_here(path: str, byte_offset: int, buffer: memoryview) -> None:
-    with named_os_errors(path), closing(open_ranges(path)) as ranges:
-        while buffer:
-            count = ranges.read([buffer], byte_offset)
-            if not count:
-                raise OSError(0, "end of file")
-            buffer = buffer[count:]
-            byte_offset = byte_offset + count

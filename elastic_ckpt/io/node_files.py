@@ -18,16 +18,7 @@ class NodeFiles:
 
     def read(self, file: int, byte_offset: int, buffer: memoryview) -> None:
         """Fill a buffer; :class:`DamagedError` that names the file if that cannot be."""
-        path = self._view.own_path(file)
-        with named_os_errors(path):
-            while buffer:
-                count = self._open(file).read([buffer], byte_offset)
-                if not count:
-                    remedy = "check the disk or network file system"
-                    found = f"end of file at byte {byte_offset}"
-                    raise DamagedError("reading a file of the checkpoint failed", path, found=found, remedy=remedy)
-                buffer = buffer[count:]
-                byte_offset = byte_offset + count
+        fill(self._view.own_path(file), self._open(file), byte_offset, buffer)
 
     def nbytes(self, file: int) -> int:
         """Size of a file, as it was listed."""
@@ -46,3 +37,16 @@ class NodeFiles:
         self._ranges = None
         if ranges is not None:
             ranges.close()
+
+
+def fill(path: str, ranges: Ranges, byte_offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from an open file; :class:`DamagedError` that names the path if that cannot be."""
+    with named_os_errors(path):
+        while buffer:
+            count = ranges.read([buffer], byte_offset)
+            if not count:
+                remedy = "check the disk or network file system"
+                found = f"end of file at byte {byte_offset}"
+                raise DamagedError("reading a file of the checkpoint failed", path, found=found, remedy=remedy)
+            buffer = buffer[count:]
+            byte_offset = byte_offset + count
