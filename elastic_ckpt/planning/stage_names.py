@@ -206,13 +206,13 @@ class _Division:
     def _ways(self, folded: bool) -> list[list[NamedStates]]:
         """Two :meth:`ways` at most, of consecutive layers, or ``folded`` as DualPipeV's.
 
-        Raises :class:`_NotLookedAt` where there may be others: of an order of the user's own, of many tied modules.
+        Raises :class:`_NotLookedAt` where there may be others, of many tied modules.
         """
         group_of = self._trained()
         first = self.stages[0]
         orders = ([self._positions[name] for name in group] for stage in self.live for group in stage.groups)
         if not all(order == sorted(order) for order in orders):
-            raise _NotLookedAt
+            return []  # of which it is not known how it goes on over other stages: only on the live ones
         owned: dict[str, list[str]] = {}
         for name in filter(group_of.__contains__, first.weights):
             owner = _OWNER.match(name)

@@ -99,5 +99,5 @@ def test_legacy_archives_of_other_kinds_are_refused(tmp_path: Path, version: int
 def test_an_archive_begins_with_a_record(tmp_path: Path) -> None:
     path = Path(archive(tmp_path, b"\x80\x02}."))
     path.write_bytes(b"QK" + path.read_bytes()[2:])
-    with pytest.raises(ElasticCkptError):
+    with pytest.raises(ElasticCkptError, match="does not begin with a record"):
         open_pickled(str(path))

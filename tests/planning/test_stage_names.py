@@ -187,16 +187,11 @@ def in_own_order(may_be_folded: bool) -> tuple[LocalState, NumberedStates, tuple
     return own, replace(stages[0], stages=stages), names
 
 
-def test_an_order_of_the_users_own_is_only_known_on_its_stages() -> None:
-    own, saved, names = in_own_order(may_be_folded=False)
+@pytest.mark.parametrize("may_be_folded", [False, True])
+def test_an_order_of_the_users_own_is_only_known_on_its_stages(may_be_folded: bool) -> None:
+    own, saved, names = in_own_order(may_be_folded)
     found = StateNames(own)(saved)
     assert found is not None and found[0] == [list(names)]
-
-
-def test_an_order_of_the_users_own_is_not_taken_where_dualpipev_may_have_had_it() -> None:
-    own, saved, _ = in_own_order(may_be_folded=True)
-    with pytest.raises(MismatchError, match="DualPipeVModule"):
-        StateNames(own)(saved)
 
 
 def test_an_order_of_the_users_own_is_not_continued_over_other_stages() -> None:
