@@ -171,6 +171,8 @@ def _group_of(copiers: list[int]) -> Any:
                 remedy = "set GLOO_SOCKET_IFNAME on each node to the network interface by which nodes reach each other"
                 raise ElasticCkptError(problem, None, "connections of gloo", found, remedy=remedy) from error
         _made[:] = [(dist.group.WORLD, copiers, group)]
+        with distributed.agree(_DOING):
+            pass  # none goes on, and may end, while others still connect to it
     return _made[0][2]
 
 
