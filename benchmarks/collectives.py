@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import write_document
-from benchmarks.played import PlayedJob
+from benchmarks.played import PlayedJob, in_turn
 from benchmarks.scale_models import ScaleModel, scale_files
 from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.load.metadata import in_turn, read_my_share
+from elastic_ckpt.load.metadata import read_my_share
 from elastic_ckpt.load.rank_plans import RankPlan
 from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from elastic_ckpt.io.exchange import Piece, Ranks, exchange
 from elastic_ckpt.io.node_files import NodeFiles
-from elastic_ckpt.storage.view import FolderView, list_folders
+from elastic_ckpt.storage.view import list_folders
 
 _STAGING_NBYTES = 32 << 20  # half of what a load may take
 _PIECE_NBYTES = 16 << 20
@@ -37,7 +37,7 @@ def _measure(rank: int, ranks: int, nbytes: int, repeats: int, port: int, folder
     mine = Path(folder, str(rank))
     mine.mkdir()
     (mine / "file").write_bytes(bytes(nbytes))
-    view = FolderView(str(mine), [list_folders("here", [str(mine)])])
+    listing = list_folders("here", [str(mine)])
     target = memoryview(bytearray(nbytes))
     part_nbytes = _STAGING_NBYTES // 4
     sent = torch.zeros(part_nbytes, dtype=torch.uint8)
@@ -47,7 +47,7 @@ def _measure(rank: int, ranks: int, nbytes: int, repeats: int, port: int, folder
 
     def ours() -> None:
         pieces = [Piece(0, at, [target[at : at + _PIECE_NBYTES]]) for at in range(0, nbytes, _PIECE_NBYTES)]
-        with closing(NodeFiles(view)) as files:
+        with closing(NodeFiles(listing.files)) as files:
             errors = exchange(Ranks(), {(rank + 1) % ranks: pieces}, files, _STAGING_NBYTES)
         assert not errors
 

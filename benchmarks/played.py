@@ -18,6 +18,11 @@ T = TypeVar("T")
 _TIMEOUT_S = 600.0
 
 
+def in_turn(count: int) -> list[int]:
+    """The owners of so many files that all ranks see."""
+    return [position % distributed.world_size() for position in range(count)]
+
+
 @dataclass(frozen=True)
 class _Broadcast:
     """The work of a collective to which one rank contributes."""

@@ -25,7 +25,7 @@ from benchmarks import machine
 from benchmarks.flat_cases import FILES, FlatCase
 from benchmarks.flat_jobs import TAG
 from benchmarks.launching import Launcher
-from benchmarks.played import PlayedJob
+from benchmarks.played import PlayedJob, in_turn
 from benchmarks.report import growths
 from benchmarks.scale_models import ScaleModel, scale_files
 from benchmarks.split import split
@@ -34,7 +34,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.load.metadata import in_turn, read_checkpoint, read_my_share
+from elastic_ckpt.load.metadata import read_checkpoint, read_my_share
 from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert

@@ -205,7 +205,8 @@ def agree(doing: str) -> Iterator[None]:
     except Exception as error:  # any failure must reach all ranks, or they hang
         mine, cause = _failure(doing, error, rank())
     except Lacking as lacking:  # a body cannot run again
-        mine, cause = _failure(doing, RuntimeError(f"{lacking.wanted} is missing on this rank"), rank())
+        missing = RuntimeError(f"{lacking.wanted} is missing on this rank").with_traceback(lacking.__traceback__)
+        mine, cause = _failure(doing, missing, rank())
     errors = [mine]
     if world_size() > 1:
         with together(doing):

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.lacking import Lacking, Wanted
 from elastic_ckpt.distributed import all_gather, common_nbytes, deterministic, inline_nbytes, pack, together, unpack
-from elastic_ckpt.errors import CommunicationError, DamagedError, ElasticCkptError
+from elastic_ckpt.errors import CommunicationError, DamagedError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -145,3 +146,8 @@ def test_a_reference_knows_whether_its_elements_lie_one_behind_the_other(
     shape: tuple[int, ...], stride: tuple[int, ...], contiguous: bool
 ) -> None:
     assert TensorRef("float32", shape, stride, 64).is_contiguous == contiguous
+
+
+def test_work_that_cannot_run_again_is_an_error_where_bytes_are_lacking() -> None:
+    with pytest.raises(UnforeseenError, match="missing on this rank"), distributed.agree("read"):
+        raise Lacking(Wanted(1, 0, 0, 10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -186,6 +186,7 @@ class ReadPlan:
 
 #: A plan, or a part of one, and a live tensor for each of its targets. Each is read before the next is asked for.
 Part = tuple[ReadPlan, Sequence[Any]]
+Parts = Generator[Part, None, None]
 
 
 @dataclass(frozen=True, slots=True)

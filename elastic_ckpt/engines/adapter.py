@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from elastic_ckpt.core.local_state import (
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.quantized_weights import described_weights
-from elastic_ckpt.core.read_plan import LoadPlan, Part, ReadPlan, TargetTensor
+from elastic_ckpt.core.read_plan import LoadPlan, Parts, ReadPlan, TargetTensor
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.distributed import can_broadcast
@@ -206,7 +206,7 @@ class EngineAdapter(ABC):
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
         return tuple(part.name for param in params for part in self._parts[param])
 
-    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Iterator[Part]:
+    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Parts:
         """Yield parts of the plan, each with live memory for all of its targets, allocated where the engine has none.
 
         Whoever asks for the next part has read the one before into its tensors. It is one part, or one per flat

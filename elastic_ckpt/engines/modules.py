@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from elastic_ckpt.core.flat_ranges import Placement
-from elastic_ckpt.core.read_plan import LoadPlan, Part
+from elastic_ckpt.core.read_plan import LoadPlan, Parts
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.optimizers import StateSchema
 from elastic_ckpt.engines.zero import refuse_unwritable
@@ -59,7 +59,7 @@ class ModuleAdapter(EngineAdapter):
     def placements(self, flat: int) -> Iterable[Placement]:
         return ()
 
-    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Iterator[Part]:
+    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Parts:
         """Partitions what is gathered first, which would otherwise keep its old values."""
         gathered = [param for param in self._partitioned if param.ds_status == ZeroParamStatus.AVAILABLE]
         if gathered:

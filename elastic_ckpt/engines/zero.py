@@ -23,7 +23,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.chunks import group_rules, placements
 from elastic_ckpt.core.flat_ranges import Placement
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.read_plan import LoadPlan, Part
+from elastic_ckpt.core.read_plan import LoadPlan, Parts
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines import compat
@@ -186,7 +186,7 @@ class Zero3Adapter(EngineAdapter):
     def placements(self, flat: int) -> Iterable[Placement]:
         return partitions_of(self.members[flat])
 
-    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Iterator[Part]:
+    def fill(self, plan: LoadPlan, tensors: dict[int, torch.Tensor]) -> Parts:
         """Partitions all parameters first: a gathered one would otherwise keep its old values.
 
         On NVMe, reads one sub-group after the other, and derives its weights while it is in memory.

@@ -8,8 +8,10 @@ which they go on as those of a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -37,7 +39,7 @@ def exchange_parts(
     ``options.staging_nbytes`` of host memory, or one block of 8-bit states if that is more.
     """
     options = replace(options, gap_nbytes=0)  # a request takes no more than what is wanted
-    with closing(NodeFiles(view)) as files:
+    with closing(NodeFiles(view.own_files)) as files:
         reads = _ExchangedReads(doing, parts, options, sums, files)
         while reads.read_next():
             pass
@@ -114,7 +116,7 @@ def check_elsewhere(doing: str, view: FolderView, plan: ReadPlan, most_nbytes: i
             place = holder_of(plan.files[file].path)
             if place is not None and plan.files[file].nbytes:
                 wanted.setdefault(place[0], []).append(Piece(place[1], 0, [memoryview(bytearray(1))]))
-    with closing(NodeFiles(view)) as files:
+    with closing(NodeFiles(view.own_files)) as files:
         exchange_all(doing, Ranks(), wanted, files, most_nbytes)
 
 
@@ -238,13 +240,14 @@ def _requantized(plan: ReadPlan, item: RequantizeItem, tensors: Sequence[torch.T
 
     def begin() -> list[DirectRead]:
         reads: list[DirectRead] = []
-        for file, byte_offset, nbytes in sorted(ranges):
-            raw = memory[file, byte_offset, nbytes] = bytearray(nbytes)
-            if file not in holders:
-                path = plan.files[file].path
-                with closing(open_ranges(path)) as here:
-                    fill(path, here, byte_offset, memoryview(raw))
-            reads.append((file, byte_offset, nbytes, (memoryview(raw),)))
+        for file, of_file in groupby(sorted(ranges), itemgetter(0)):
+            source = plan.files[file]
+            with nullcontext() if file in holders else closing(open_ranges(source.path)) as here:
+                for _, byte_offset, nbytes in of_file:
+                    raw = memory[file, byte_offset, nbytes] = bytearray(nbytes)
+                    if here is not None:
+                        fill(source.path, source.nbytes, here, byte_offset, memoryview(raw))
+                    reads.append((file, byte_offset, nbytes, (memoryview(raw),)))
         return reads
 
     def end() -> ReadStats:

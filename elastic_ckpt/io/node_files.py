@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.storage import Ranges
-from elastic_ckpt.storage.local import named_os_errors
-from elastic_ckpt.storage.view import FolderView
+from elastic_ckpt.storage.local import named_os_errors, open_ranges, saved_over, version_of
 
 
 class NodeFiles:
-    """Files of a view's own node, by number; the one that was read last stays open. For one thread."""
+    """Files of this node, by number; the one that was read last stays open. For one thread.
 
-    def __init__(self, view: FolderView) -> None:
-        self._view = view
+    Args:
+        files: path and size, as it was listed, of each.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, int]]) -> None:
+        self._files = files
         self._number = -1
         self._ranges: Ranges | None = None
 
     def read(self, file: int, byte_offset: int, buffer: memoryview) -> None:
         """Fill a buffer; :class:`DamagedError` that names the file if that cannot be."""
-        fill(self._view.own_path(file), self._open(file), byte_offset, buffer)
-
-    def nbytes(self, file: int) -> int:
-        """Size of a file, as it was listed."""
-        return self._view.own_nbytes(file)
+        path, nbytes = self._files[file]
+        fill(path, nbytes, self._open(file), byte_offset, buffer)
 
     def _open(self, file: int) -> Ranges:
-        if self._ranges is None or self._number != file:
+        """The file, which must still have the size that was listed; the load's pins tell whether it is another one."""
+        if self._ranges is not None and self._number == file:
+            return self._ranges
+        self.close()
+        path, listed_nbytes = self._files[file]
+        self._ranges = open_ranges(path)
+        self._number = file
+        nbytes = version_of(path).nbytes
+        if nbytes != listed_nbytes:
             self.close()
-            self._ranges = self._view.open_own(file)
-            self._number = file
+            raise saved_over(path, f"{listed_nbytes} bytes", f"{nbytes} bytes")
         return self._ranges
 
     def close(self) -> None:
@@ -39,14 +48,15 @@ class NodeFiles:
             ranges.close()
 
 
-def fill(path: str, ranges: Ranges, byte_offset: int, buffer: memoryview) -> None:
-    """Fill a buffer from an open file; :class:`DamagedError` that names the path if that cannot be."""
+def fill(path: str, nbytes: int, ranges: Ranges, byte_offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from an open file of so many bytes; :class:`DamagedError` that names it if that cannot be."""
     with named_os_errors(path):
         while buffer:
             count = ranges.read([buffer], byte_offset)
             if not count:
-                remedy = "check the disk or network file system"
+                problem = "reading a file of the checkpoint failed"
                 found = f"end of file at byte {byte_offset}"
-                raise DamagedError("reading a file of the checkpoint failed", path, found=found, remedy=remedy)
+                remedy = "check the disk or network file system"
+                raise DamagedError(problem, path, f"{nbytes} readable bytes", found, remedy=remedy)
             buffer = buffer[count:]
             byte_offset = byte_offset + count

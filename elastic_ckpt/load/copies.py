@@ -27,7 +27,7 @@ from elastic_ckpt.io.node_files import NodeFiles
 from elastic_ckpt.storage import Entry, walk
 from elastic_ckpt.storage.local import made_whole
 from elastic_ckpt.storage.opened_folders import OpenedFolder, opened_below, opened_root, version_in
-from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing
+from elastic_ckpt.storage.view import REPLICAS, NodeListing
 
 #: Bytes that are asked for at a time, and host memory for what travels.
 _CHUNK_NBYTES = 8 << 20
@@ -67,7 +67,7 @@ class Copying(threading.Thread):
         self._tag = tag
         self._wanted = wanted
         self._group = group
-        self._originals = _Originals(FolderView(folder, [listing]))
+        self._originals = _Originals(listing.files)
         self._path = self._folder  # that it is at
         self._leaves = False
         self.error: Exception | None = None
@@ -191,12 +191,12 @@ class _Originals(NodeFiles):
             raise
         except Exception as error:  # whoever asked is told of any, since this thread must go on to answer others
             problem = f"failed to read a file for another node: {type(error).__name__}: {one_line(str(error))}"
-            raise UnforeseenError(problem, self._view.own_path(file if file >= 0 else ~file)) from error
+            raise UnforeseenError(problem, self._files[file if file >= 0 else ~file][0]) from error
 
     def _crc32(self, number: int) -> int:
         crc32 = 0
         chunk = memoryview(bytearray(_CHUNK_NBYTES))
-        nbytes = self.nbytes(number)
+        _, nbytes = self._files[number]
         for start in range(0, nbytes, len(chunk)):
             part = chunk[: nbytes - start]
             super().read(number, start, part)

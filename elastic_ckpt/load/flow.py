@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -295,10 +295,10 @@ def overwrite(
 
     doing = "read the checkpoint's tensors and set hyperparameters"
     tensors: dict[int, torch.Tensor] = {}
-    parts = adapter.fill(plan, tensors)
     read = ReadStats()
     view = VIEW.get()
-    with timed("read", seconds):
+    # closed on every rank, whoever fails: an engine's memory on NVMe is swapped out again
+    with timed("read", seconds), closing(adapter.fill(plan, tensors)) as parts:
         if view is not None and view.is_shared:
             read = exchange_parts(doing, view, parts, options, sums)
         with distributed.agree(doing):

@@ -74,11 +74,6 @@ def file_opener(options: MetadataOptions, opened: dict[str, PickledFile]) -> Ope
     return open_one
 
 
-def in_turn(count: int) -> list[int]:
-    """The owners of so many files that all ranks see."""
-    return [position % distributed.world_size() for position in range(count)]
-
-
 def owner_of(position: int, path: str) -> int:
     """The rank that opens the file at a position in the list of all: one that sees it. The same on all ranks."""
     readers: Sequence[int] | None = None

@@ -188,7 +188,7 @@ class Nodes:
         raw = bytearray(0 if mine is None else mine.nbytes)
         pieces = {} if mine is None else {mine.holder: [Piece(mine.file, mine.byte_offset, [memoryview(raw)])]}
         ranks = Ranks()
-        with local.pinned(self.pins), closing(NodeFiles(self.view)) as files, distributed.together(doing):
+        with local.pinned(self.pins), closing(NodeFiles(self.view.own_files)) as files, distributed.together(doing):
             errors = exchange(ranks, pieces, files, _SUPPLIED_AT_ONCE_NBYTES)
             (failed,) = ranks.most_of([bool(errors)])
         everybody = distributed.all_gather(doing, lambda: errors) if failed else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -17,7 +16,7 @@ from elastic_ckpt.core.text import counted, one_line
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.copies import Copying, Original
-from elastic_ckpt.load.nodes import Node, identity_of, inside
+from elastic_ckpt.load.nodes import Node, identity_of, inside, words_of
 from elastic_ckpt.storage import file_names, modified
 from elastic_ckpt.storage.local import is_link
 from elastic_ckpt.storage.opened_folders import OpenedFolder, is_folder_in, opened_below, opened_root, remove_in
@@ -128,7 +127,7 @@ def _start(folder: str, tag: str, copies: int, keep: int | None, copiers: list[i
     def list_mine() -> NodeListing | None:
         if not is_copier:
             return None
-        listing = list_folders(f"{socket.gethostname()} (rank {distributed.rank()})", [folder], [tag])
+        listing = list_folders(words_of(identity_of([folder])), [folder], [tag])
         if not any(os.path.dirname(entry.name) for entry in listing.entries[0]):
             problem = "this node has no files of the tag to copy"
             remedy = "call replicate after save_checkpoint"

@@ -232,7 +232,7 @@ def see(path: str, status: os.stat_result) -> None:
     """Pin a file that was opened, or compare it with its pin; :class:`SavedOverError` if it is another one."""
     pins = PINS.get()
     if pins is not None and (first := pins.setdefault(path, now := Version.of(status))) != now:
-        raise _saved_over(path, first, now)
+        raise saved_over(path, first, now)
 
 
 def look_again(reopen: bool = True) -> None:
@@ -247,9 +247,9 @@ def look_again(reopen: bool = True) -> None:
             now = Version.of(os.stat(path))
         except OSError as error:
             refuse_used_up(error, path)
-            raise _saved_over(path, first, error.strerror) from error
+            raise saved_over(path, first, error.strerror) from error
         if now != first:
-            raise _saved_over(path, first, now)
+            raise saved_over(path, first, now)
 
 
 def moved() -> SavedOverError | None:
@@ -275,7 +275,8 @@ def steady() -> Iterator[None]:
         look_again()
 
 
-def _saved_over(path: str, first: Version, now: object) -> SavedOverError:
+def saved_over(path: str, first: object, now: object) -> SavedOverError:
+    """The error for a file that is another one by now. ``first``, ``now``: what was there and what is."""
     problem = "the checkpoint was overwritten while it was being loaded"
     waits = Remedy("loads again once that save has ended", config={"wait_for_files": 600})
     remedy = waits, Remedy("save each time under a new tag")

@@ -26,12 +26,11 @@ from elastic_ckpt.errors import (
     ConflictingCopiesError,
     DamagedError,
     ElasticCkptError,
-    SavedOverError,
     listed,
     shortened,
 )
 from elastic_ckpt.report import Requests
-from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local, size_of
+from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.listing import file_names, search, walk
 from elastic_ckpt.storage.pages import Pages
@@ -169,7 +168,8 @@ class FolderView(Store):
         return bool(self._ranks)
 
     @cached_property
-    def _own_files(self) -> list[tuple[str, int]]:
+    def own_files(self) -> Sequence[tuple[str, int]]:
+        """Path and size, as it was listed, of each of this node's files, which other nodes know by its number."""
         return self._listings[self._mine].files
 
     @property
@@ -274,12 +274,15 @@ class FolderView(Store):
         return digest
 
     def digests_to_tell(self) -> dict[Copy, bytes | ElasticCkptError]:
-        """Digests of this node's copies that may differ from those of other nodes, or why there are none."""
+        """Digests of this node's copies that may differ from those of others, or why there are none; on rank 0, also of
+        those in object stores.
+        """
         for copies in self.copies.values():
             times = {copy.entry.mtime_ns for copy in copies}
             sizes = Counter(copy.nbytes for copy in copies)
             for copy in copies if len(times) > 1 else ():
-                if copy.node == self._mine and sizes[copy.nbytes] > 1:
+                is_told_here = copy.node == self._mine or (copy.level in self._remotes and not self._me)
+                if is_told_here and sizes[copy.nbytes] > 1:
                     try:
                         with local.pinned():  # it may be of a tag that is not read
                             self._digest(copy)
@@ -289,37 +292,20 @@ class FolderView(Store):
 
     def readers(self, path: str) -> Sequence[int] | None:
         """The ranks that see the file at a path themselves; ``None``: all do. The same on all ranks."""
-        copy = self._choose(path)
-        if not self._ranks or copy.level in self._remotes:
+        if not self._ranks or self._choose(path).level in self._remotes:
             return None
         nodes = sorted({each.node for each in self._as_good[self._name(path)]})
         return [rank for node in nodes for rank in self._ranks[node]]
 
     def holder_of(self, path: str) -> tuple[int, int] | None:
         """The rank that reads a file for this one, and the file's number there; ``None``: this one does."""
+        if not self._ranks:
+            return None
         copy = self._choose(path)
         if copy.node == self._mine or copy.level in self._remotes:
             return None
         ranks = self._ranks[copy.node]
         return ranks[self._me % len(ranks)], copy.number
-
-    def own_path(self, number: int) -> str:
-        """The path of one of this node's files."""
-        return self._own_files[number][0]
-
-    def own_nbytes(self, number: int) -> int:
-        """The size of one of this node's files, as it was listed."""
-        return self._own_files[number][1]
-
-    def open_own(self, number: int) -> Ranges:
-        """One of this node's files, by its number, for another rank; it must still be the one that was listed."""
-        path, listed_nbytes = self._own_files[number]
-        with local.open_stream(path) as stream:
-            nbytes = size_of(stream)
-        if nbytes != listed_nbytes:
-            found = f"{nbytes} bytes, not {listed_nbytes} as when it was listed"
-            raise SavedOverError("the file has changed", path, found=found)
-        return local.open_ranges(path)
 
     def described(self, copy: Copy) -> str:
         """A copy, for people."""

@@ -21,7 +21,7 @@ import elastic_ckpt
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.io.exchange import Piece, Ranks, exchange
 from elastic_ckpt.io.node_files import NodeFiles
-from elastic_ckpt.storage.view import FolderView, list_folders
+from elastic_ckpt.storage.view import list_folders
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, loss_gap, on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
@@ -52,7 +52,7 @@ def draw(case: dict[str, Any]) -> list[list[str]]:
         folder.mkdir(parents=True)
         for file, nbytes in enumerate(sizes[mine]):
             (folder / str(file)).write_bytes(_content(mine, file, nbytes))
-        view = FolderView(str(folder), [list_folders("here", [str(folder)])])
+        listing = list_folders("here", [str(folder)])
         broken = random.randrange(ranks.size) if number % 3 == 0 else -1
         if broken == mine:
             os.truncate(folder / "0", 0)
@@ -70,7 +70,7 @@ def draw(case: dict[str, Any]) -> list[list[str]]:
                     wanted.setdefault(holder, []).append(Piece(file, start, buffers))
                     content = _content(holder, file, sizes[holder][file])[start : start + nbytes]
                     expected.append((holder, file, memory, content))
-        with closing(NodeFiles(view)) as files:
+        with closing(NodeFiles(listing.files)) as files:
             errors = on_all_ranks(exchange(ranks, wanted, files, random.choice(MOST_NBYTES)))
         lacks_one = any(file == 0 and holder == broken and content for holder, file, _, content in expected)
         if lacks_one != (broken >= 0 and mine in errors[broken]):

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.played import PlayedJob
+from benchmarks.played import PlayedJob, in_turn
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
-from elastic_ckpt.load.metadata import file_opener, in_turn, join, read_my_share, split
+from elastic_ckpt.load.metadata import file_opener, join, read_my_share, split
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
 from elastic_ckpt.errors import WITHOUT_STATES, CommunicationError, DamagedError, PartialLoadError, Remedy
 from elastic_ckpt.formats.pickled import collector_off
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.load import flow
 
 
@@ -46,3 +51,23 @@ def test_an_engine_that_is_partly_overwritten_has_the_ways_out_of_the_cause() ->
     assert flow.as_partial_load_error(KeyError("a")).remedy == PartialLoadError.LOAD_AGAIN
     gone = flow.as_partial_load_error(CommunicationError("a rank died", remedy="start the job again"))
     assert gone.remedy == "start the job again"
+
+
+def test_parts_of_an_engine_are_closed_where_one_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NVMe, where the sub-group in memory has to be swapped out, though the error is still held."""
+    closed: list[bool] = []
+
+    def fill(*_: Any) -> Any:
+        try:
+            yield None, None
+        finally:
+            closed.append(True)
+
+    def execute(*_: Any) -> Any:
+        raise DamagedError("a disk fails", "file")
+
+    monkeypatch.setattr(flow, "execute", execute)
+    adapter: Any = SimpleNamespace(fill=fill)
+    with pytest.raises(DamagedError, match="a disk fails") as caught:
+        flow.overwrite(adapter, LoadPlan(ReadPlan((), (), ())), ElasticConfig(), ReadOptions(), {}, True)
+    assert closed == [True] and caught.value.file == "file"

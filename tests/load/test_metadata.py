@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.played import PlayedJob
+from benchmarks.played import PlayedJob, in_turn
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import Fitted
 from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.native import _own_state
-from elastic_ckpt.load.metadata import fit_together, in_turn
+from elastic_ckpt.load.metadata import fit_together, owner_of
+from elastic_ckpt.storage import Entry, seen_through
+from elastic_ckpt.storage.view import FolderView, NodeListing
 
 #: Tensor-parallel, pipeline-parallel and data-parallel degree.
 Degrees = tuple[int, int, int]
@@ -68,3 +70,23 @@ def test_each_rank_gets_the_state_that_is_its_own(
     job = PlayedJob(live[0] * live[1] * live[2])
     assert [state for _, state in job.run_all(lambda: fit_together(fit, in_turn(len(kinds))))] == states
     assert len(job.rounds) == 1 + rounds
+
+
+def test_a_file_is_opened_by_a_rank_that_sees_it() -> None:
+    """On two nodes of two ranks; what no node has, or has in two versions, its owner will find."""
+    entries = {"shared": (1, 1), "there": (None, 1), "versions": (1, 2)}
+    listings = []
+    for node in range(2):
+        of_node = [(name, sizes[node]) for name, sizes in entries.items()]
+        files = tuple(Entry(name, nbytes, 0) for name, nbytes in of_node if nbytes is not None)
+        listings.append(NodeListing(f"node{node}", ("/run",), (files,)))
+    job = PlayedJob(4)
+
+    def owners(name: str) -> list[int]:
+        view = FolderView("/run", listings, distributed.rank() // 2, [[0, 1], [2, 3]], distributed.rank())
+        with seen_through(view):
+            return [owner_of(position, f"/run/{name}") for position in range(5)]
+
+    assert job.run_all(lambda: owners("there")) == [[2, 3, 2, 3, 2]] * 4
+    for name in ("shared", "versions", "missing"):
+        assert job.run_all(lambda name=name: owners(name)) == [[0, 1, 2, 3, 0]] * 4

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -53,7 +54,7 @@ def supplied(views: list[FolderView], mine: int, work: Callable[[], bytes]) -> b
             wanted = lacking.wanted
             raw = bytearray(wanted.nbytes)
             try:
-                with closing(NodeFiles(views[wanted.holder])) as files:
+                with closing(NodeFiles(views[wanted.holder].own_files)) as files:
                     files.read(wanted.file, wanted.byte_offset, memoryview(raw))
                 views[mine].pages.add(wanted, bytes(raw))
             except DamagedError as error:
@@ -221,8 +222,9 @@ def test_a_file_of_another_size_than_listed_is_read_for_nobody(tmp_path: Path, n
     write(tmp_path / "there", "step4/optim_0.pt", b"old")
     view = alone(tmp_path / "there", root=tmp_path)
     os.truncate(tmp_path / "there" / "step4" / "optim_0.pt", nbytes)
-    with pytest.raises(SavedOverError, match=f"{nbytes} bytes, not 3"):
-        view.open_own(0)
+    with pytest.raises(SavedOverError, match="overwritten") as caught, closing(NodeFiles(view.own_files)) as files:
+        files.read(0, 0, memoryview(bytearray(1)))
+    assert str(caught.value.expected).startswith("3 bytes") and caught.value.found == f"{nbytes} bytes"
 
 
 def test_digests_tell_copies_of_other_nodes_apart(tmp_path: Path) -> None:
@@ -241,6 +243,45 @@ def test_digests_tell_copies_of_other_nodes_apart(tmp_path: Path) -> None:
         with pytest.raises(ConflictingCopiesError):
             view.compare_copies([f"{view.root}/step4/optim_0.pt"])
         view.compare_copies([f"{view.root}/step4/alike.pt"])
+
+
+class Stored:
+    """A folder in an object store with one object, and how often it was opened."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.opened = 0
+
+    def open_ranges(self, _: Entry) -> Stored:
+        self.opened += 1
+        return self
+
+    def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        part = self.content[byte_offset : byte_offset + len(buffers[0])]
+        buffers[0][: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def test_digests_of_copies_in_a_store_are_told_by_one_rank(tmp_path: Path) -> None:
+    write(tmp_path, "step4/optim_0.pt", b"same")
+    places = [str(tmp_path), "s3://bucket/run"]
+    here = list_folders("here", places)
+    nothing = NodeListing("there", here.folders, ((), ()))
+    stored = NodeListing(places[1], here.folders, ((), (Entry("step4/optim_0.pt", 4, 7),)))
+    remotes: list[Any] = [Stored(b"same") for _ in range(2)]
+    ranks = [[0], [1]]
+    views = [
+        FolderView(places[0], [here, nothing, stored], mine, ranks, mine, remotes={1: remotes[mine]})
+        for mine in range(2)
+    ]
+    told = [view.digests_to_tell() for view in views]
+    for view in views:
+        view.digests |= told[0] | told[1]
+        view.compare_copies([f"{places[0]}/step4/optim_0.pt"])
+    assert [remote.opened for remote in remotes] == [1, 0]
 
 
 def test_the_real_paths_are_known(tmp_path: Path) -> None:
